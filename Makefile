@@ -1,0 +1,28 @@
+# Each target makes .venv and installs into it, if that was not done since the requirements changed.
+PYTHON ?= python3
+VENV := .venv/bin
+READY := .venv/ready
+
+.PHONY: report test lab lint benchmark
+
+report: $(READY) ## execute the notebooks and render HTML into figures/reports
+	$(VENV)/python -m launch report
+
+test: $(READY) ## unit, distributed and notebook tests
+	$(VENV)/python -m pytest
+
+lab: $(READY) ## open the workbook
+	$(VENV)/jupyter lab notebooks
+
+lint: $(READY) ## ruff (notebooks included) and mypy
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+
+benchmark: $(READY) ## the step pipeline against one rank, the machine's limit and the official pipeline (20 minutes)
+	$(VENV)/python -m tests.benchmarks.step_pipeline
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(READY)

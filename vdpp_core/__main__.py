@@ -1,0 +1,130 @@
+"""The commands, alone or under torchrun: python -m vdpp_core simulate | benchmark | generate | run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from vdpp_core import cli, machine, runfolder
+from vdpp_core.config import ConfigError, RunConfig
+from vdpp_core.mesh import Ranks, agree
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
+    folders = arguments.folder if arguments.command == "run" else [_new_run(arguments, argv, ranks)]
+    try:
+        for folder in folders:
+            _execute(folder, ranks)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a communicator that lost its peer may never let the interpreter end
+    if ranks.rank == 0 and arguments.command != "run":
+        _show(folders[0], as_json=arguments.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.OneLineParser(prog="python -m vdpp_core", description=__doc__)
+    commands = cli.add_run_commands(parser)
+    for name in cli.COMMANDS:
+        commands.choices[name].add_argument("--world-size", metavar="N", help="without torchrun: start so many ranks")
+    run = commands.add_parser("run", help="execute prepared run folders one after another, under torchrun")
+    run.add_argument("folder", nargs="+", type=Path)
+    return parser
+
+
+def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Path:
+    """Check everything, then make the run folder; all ranks know its place."""
+    try:
+        wanted = _whole_number("world_size", arguments.world_size, ranks.world_size)
+        if ranks.under_torchrun and wanted != ranks.world_size:
+            raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
+        config = cli.run_config(arguments, wanted)
+        machine.check(config, ranks.local_world_size if ranks.under_torchrun else wanted)
+        if wanted != ranks.world_size:
+            _become_torchrun(wanted, argv)
+        return Path(agree(ranks, lambda: str(runfolder.create(config))))
+    except ConfigError as error:
+        if ranks.rank == 0:
+            cli.fail(error.as_flag())
+        raise SystemExit(2) from None
+
+
+def _whole_number(name: str, text: str | None, default: int) -> int:
+    if text is None:
+        return default
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise ConfigError(name, text, "must be a whole number from 1 to 4096")
+    return int(text)
+
+
+def _become_torchrun(ranks: int, argv: list[str]) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "vdpp_core", *argv])
+
+
+def _execute(folder: Path, ranks: Ranks) -> None:
+    from vdpp_core import engine  # after the arguments were checked: it takes seconds to import
+    from vdpp_core.results import settle
+
+    try:
+        engine.execute(folder, ranks)
+    except BaseException:
+        if runfolder.launcher(folder) is None:
+            settle(folder)
+        raise
+
+
+def _show(folder: Path, as_json: bool) -> None:
+    result, config = runfolder.read_result(folder) or {}, RunConfig.read(folder)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"{config.layout}, {machine.hardware_name(result['hardware'])}, {result['dtype']}, {result['backend']}")
+    if config.command == "simulate":
+        for line in _assignment(config):
+            print(line)
+    for name, value in _summary(result).items():
+        print(f"  {name:34} {value}")
+    print(f"run folder: {folder}")
+
+
+def _assignment(config: RunConfig) -> list[str]:
+    """The steps of each rank, in the order of execution, and counted down as the user's documents do."""
+    lines = []
+    for rank in range(config.layout.world_size):
+        replica, stage = config.layout.coordinates(rank)
+        steps, last = config.stages()[stage], config.total_steps - 1
+        goal = f"to rank {rank + 1}" if stage + 1 < config.layout.pp else "final result"
+        countdown = ", ".join(str(last - step) for step in steps)
+        lines.append(f"rank {rank}, replica {replica}: steps {steps[0]}–{steps[-1]} ({countdown} to go) → {goal}")
+    return lines
+
+
+def _summary(result: dict[str, Any]) -> dict[str, str]:
+    def seconds(name: str) -> str:
+        return ", ".join(f"{value:.3f}" for value in result[name][:8]) + (" …" if len(result[name]) > 8 else "")
+
+    rate = result["steady_state_samples_per_s"]
+    return {
+        "samples finished": str(result["samples_finished"]),
+        "first sample after (s)": f"{result['first_sample_time_s']:.3f}",
+        "latency of each sample (s)": seconds("latency_s"),
+        "interval between samples (s)": seconds("interval_s") or "one sample only",
+        "makespan (s)": f"{result['makespan_s']:.3f}",
+        "samples per s, fill included": f"{result['samples_per_s']:.4f}",
+        "samples per s, steady state": "needs two samples" if rate is None else f"{rate:.4f}",
+        "utilisation per rank": ", ".join(f"{share:.0%}" for share in result["utilisation_per_rank"]),
+        "peak memory per rank (GB)": ", ".join(f"{peak:.3f}" for peak in result["peak_memory_gb_per_rank"]),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Command line -> RunConfig. Each flag is a field of RunConfig, spelled as in the user's documents."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, NoReturn, get_args
+
+from vdpp_core.config import Parallel, RunConfig
+
+COMMANDS = {
+    "simulate": "the logic of a run on the dummy network, CPU and fp32",
+    "benchmark": "throughput, latency and utilisation of a model",
+    "generate": "latents of videos from an image",
+}
+_NOT_FLAGS = ("command", "parallel")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line and exits with 2."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def fail(message: str) -> NoReturn:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def add_run_commands(parser: argparse.ArgumentParser) -> Any:
+    """Give a parser the commands simulate, benchmark and generate with all flags of a run."""
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
+    for name, purpose in COMMANDS.items():
+        add_run_flags(commands.add_parser(name, help=purpose, description=purpose))
+    return commands
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    for name, field in RunConfig.model_fields.items():
+        if name in _NOT_FLAGS:
+            continue
+        options: dict[str, Any] = {"default": None, "help": field.description}
+        if field.annotation is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif "tuple" in str(field.annotation):
+            options |= {"nargs": "+", "metavar": "N"}
+        else:
+            choices = [str(choice) for choice in get_args(field.annotation) if isinstance(choice, str)]
+            options["metavar"] = "|".join(choices) or name.upper()
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+    parser.add_argument("--dp", metavar="N", help=Parallel.model_fields["dp"].description)
+    parser.add_argument("--pp", metavar="N", help=f"{Parallel.model_fields['pp'].description}; default: ranks / dp")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run_config(arguments: argparse.Namespace, ranks: int) -> RunConfig:
+    """The configuration of a parsed command line on so many ranks.
+
+    Raises:
+        ConfigError: one line that names the argument, its value and what is allowed.
+    """
+    given = {name: value for name, value in vars(arguments).items() if name in RunConfig.model_fields}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.dp is not None or arguments.pp is not None:
+        dp = Parallel(dp=arguments.dp or 1).dp
+        given["parallel"] = Parallel(dp=dp, pp=arguments.pp or max(1, ranks // dp))
+    return RunConfig(**given).for_ranks(ranks)

@@ -1,0 +1,255 @@
+"""What a run is: its parameters and how it is spread over ranks. Validated when made, frozen afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from vdpp_core.steps import split
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ASSETS = Path(__file__).parent / "assets"
+EXAMPLE_IMAGE = ASSETS / "ball.png"
+LATENT_CHANNELS = 4
+PIXELS_PER_LATENT = 8  # the VAE of SVD halves height and width three times
+
+MODELS = {"dummy": None, "tiny": str(ASSETS / "tiny-svd"), "svd": "stabilityai/stable-video-diffusion-img2vid-xt"}
+LATENT_SIZES = {"dummy": (8, 32, 32), "tiny": (14, 8, 8), "svd": (14, 72, 128)}  # frames, height, width
+COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
+    "simulate": {"model": "dummy", "device": "cpu", "dtype": "fp32"},
+    "benchmark": {"warmup_samples": 1},
+    "generate": {"total_steps": 25, "save_latents": True},
+}
+
+
+class ConfigError(ValueError):
+    """One argument that cannot be used: its name, its value and what is allowed."""
+
+    def __init__(self, argument: str, value: Any, allowed: str) -> None:
+        self.argument, self.value, self.allowed = argument, value, allowed
+        super().__init__(f"{argument} {_shown(value)}: {allowed}")
+
+    def as_flag(self) -> str:
+        """The same line, the argument spelled as on the command line."""
+        return f"--{self.argument.replace('_', '-')} {_shown(self.value)}: {self.allowed}"
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return " ".join(text.split())[:200]
+
+
+def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    argument = str(first["loc"][0]) if first["loc"] else "config"
+    if first["type"] == "extra_forbidden":
+        return ConfigError(argument, data.get(argument), "is not a parameter")
+    return ConfigError(argument, data.get(argument), first["msg"].replace("Input should", "must"))
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _first_error(error, data) from None
+
+
+class Parallel(_Frozen):
+    """How the work is spread. The product of the axes is the world size; `dp` is the outermost."""
+
+    dp: int = Field(default=1, ge=1, description="replicas: split the samples")
+    pp: int = Field(default=1, ge=1, description="stages: split the steps")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """(replica, stage) of a rank."""
+        return divmod(rank, self.pp)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh of this layout, outermost axis first. Needs an initialised process group of `world_size` ranks."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(device_type, (self.dp, self.pp), mesh_dim_names=("dp", "pp"))
+
+    def __str__(self) -> str:
+        axes = [f"{name} {size}" for name, size in (("dp", self.dp), ("pp", self.pp)) if size > 1]
+        return " × ".join(axes) or "1 rank"
+
+
+class RunConfig(_Frozen):
+    """Everything that determines a run. `RunConfig(**json)` reads what `to_json` wrote.
+
+    Raises:
+        ConfigError: one line with the argument, its value and what is allowed.
+    """
+
+    command: Literal["simulate", "benchmark", "generate"] = "benchmark"
+    model: Literal["dummy", "tiny", "svd"] = Field(
+        default="tiny",
+        description="dummy (checks the logic), tiny (a small SVD in the package), svd (the published one)",
+    )
+    model_id: str | None = Field(default=None, description="folder or hub name of any Stable Video Diffusion pipeline")
+    random_weights: bool = Field(
+        default=False, description="the model's configuration with random weights; svd then needs no download"
+    )
+
+    total_steps: int = Field(default=28, ge=1, le=10_000, description="denoising steps of a sample")
+    num_samples: int = Field(default=1, ge=1, le=100_000, description="videos to generate; sample m uses seed + m")
+    warmup_samples: int = Field(default=0, ge=0, le=1_000, description="samples a replica runs before the clock starts")
+    seed: int = Field(default=0, ge=0, le=2**62)
+    latent_shape: tuple[int, ...] | None = Field(default=None, description="B C F H W of the latents")
+    num_frames: int | None = Field(default=None, ge=1, le=1_000, description="frames; not with --latent-shape")
+    height: int | None = Field(default=None, ge=8, description="pixels, a multiple of 8; not with --latent-shape")
+    width: int | None = Field(default=None, ge=8, description="pixels, a multiple of 8; not with --latent-shape")
+
+    image: Path | None = Field(
+        default=None, description="image to animate; a benchmark without one conditions on noise"
+    )
+    guidance_scale: float = Field(default=3.0, ge=0, description="guidance of the last frame")
+    min_guidance_scale: float = Field(default=1.0, ge=0, description="guidance of the first frame")
+    fps: int = Field(default=7, ge=1, le=1_000, description="frames per second; the model is conditioned on fps - 1")
+    motion_bucket_id: int = Field(default=127, ge=0, le=255, description="how much should move")
+    noise_aug_strength: float = Field(default=0.02, ge=0, description="noise added to the conditioning image")
+
+    parallel: Parallel | None = Field(default=None, description="layout; every rank a stage where none is given")
+    stage_weights: tuple[float, ...] | None = Field(
+        default=None, description="relative speed of the stages' ranks; steps are split in proportion"
+    )
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, mps")
+    dtype: Literal["auto", "fp32", "fp16", "bf16"] = Field(default="auto", description="auto: fp16 on CUDA, else fp32")
+    backend: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on CUDA, else gloo")
+    threads: int | None = Field(default=None, ge=1, le=1_024, description="CPU threads a rank; default: cores / ranks")
+    enable_memory_opt: bool = Field(default=False, description="sequential guidance and forward chunking")
+    timeout_s: float = Field(default=300.0, ge=1, le=86_400, description="silence of all ranks that ends a run")
+
+    output_dir: Path | None = Field(default=None, description="the run folder itself; default: a new one under runs/")
+    save_latents: bool = Field(default=False, description="write latents/sample-NNN.safetensors as samples finish")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _command_defaults(cls, data: dict[str, Any]) -> dict[str, Any]:
+        defaults = COMMAND_DEFAULTS.get(str(data.get("command", "benchmark")), {})
+        return defaults | {name: value for name, value in data.items() if value is not None}
+
+    @field_validator("latent_shape", mode="before")
+    @classmethod
+    def _five_positive_sizes(cls, shape: Any) -> Any:
+        allowed = f"must be five whole numbers B C F H W, each at least 1, with C = {LATENT_CHANNELS}"
+        try:
+            sizes = [int(str(size)) for size in shape]
+        except (TypeError, ValueError):
+            raise ConfigError("latent_shape", shape, allowed) from None
+        if len(sizes) != 5 or min(sizes) < 1 or max(sizes) > 100_000 or sizes[1] != LATENT_CHANNELS:
+            raise ConfigError("latent_shape", shape, allowed)
+        return tuple(sizes)
+
+    @field_validator("height", "width")
+    @classmethod
+    def _multiple_of_8(cls, pixels: int | None, info: Any) -> int | None:
+        if pixels is not None and pixels % PIXELS_PER_LATENT:
+            raise ConfigError(info.field_name, pixels, f"must be a multiple of {PIXELS_PER_LATENT}")
+        return pixels
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.latent_shape is not None and any((self.num_frames, self.height, self.width)):
+            raise ConfigError("latent_shape", self.latent_shape, "give it or num_frames, height and width, not both")
+        if self.guidance_scale <= 1 < self.min_guidance_scale:
+            raise ConfigError(
+                "min_guidance_scale", self.min_guidance_scale, "must be at most 1 with guidance_scale ≤ 1"
+            )
+        if self.model == "dummy" and self.model_id is not None:
+            raise ConfigError("model_id", self.model_id, "not with model dummy")
+        has_encoders = self.model != "dummy" and not self.random_weights
+        if (self.image is not None or self.command == "generate") and not has_encoders:
+            raise ConfigError("model", self.model, "has no image encoders (dummy, random weights): use tiny or svd")
+        if self.parallel is not None:
+            self._check_layout(self.parallel)
+        return self
+
+    def _check_layout(self, parallel: Parallel) -> None:
+        if parallel.pp > self.total_steps:
+            raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
+        weights = self.stage_weights
+        if weights is not None and (len(weights) != parallel.pp or min(weights) <= 0):
+            raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
+
+    def for_ranks(self, ranks: int) -> RunConfig:
+        """The same run on so many ranks: every rank a stage, unless the layout was given.
+
+        Raises:
+            ConfigError: the layout needs another number of ranks.
+        """
+        if ranks < 1:
+            raise ConfigError("world_size", ranks, "must be at least 1")
+        parallel = self.parallel or Parallel(pp=ranks)
+        if parallel.world_size != ranks:
+            raise ConfigError("pp", parallel.pp, f"dp × pp = {parallel.dp} × {parallel.pp} must be the ranks, {ranks}")
+        return self.replace(parallel=parallel)
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """A copy with other values, validated again; a size in latents replaces one in pixels and the reverse."""
+        data = {name: value for name, value in self if value is not None}
+        in_pixels = {"num_frames", "height", "width"}
+        if in_pixels & set(changes):
+            data.pop("latent_shape", None)
+        if "latent_shape" in changes:
+            data = {name: value for name, value in data.items() if name not in in_pixels}
+        return RunConfig(**(data | changes))
+
+    @property
+    def layout(self) -> Parallel:
+        """The layout, once the number of ranks is known."""
+        assert self.parallel is not None, "for_ranks comes first"
+        return self.parallel
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """B C F H W of the latents, from the size in latents, in pixels, or the model's usual one."""
+        if self.latent_shape is not None:
+            batch, channels, frames, rows, columns = self.latent_shape
+            return batch, channels, frames, rows, columns
+        frames, rows, columns = LATENT_SIZES["svd" if self.model_id else self.model]
+        rows = self.height // PIXELS_PER_LATENT if self.height else rows
+        columns = self.width // PIXELS_PER_LATENT if self.width else columns
+        return 1, LATENT_CHANNELS, self.num_frames or frames, rows, columns
+
+    @property
+    def source(self) -> str | None:
+        """Folder or hub name of the pipeline; None for the dummy."""
+        return self.model_id or MODELS[self.model]
+
+    @property
+    def image_path(self) -> Path | None:
+        """The image to animate; None where the conditioning is synthetic."""
+        return EXAMPLE_IMAGE if self.image is None and self.command == "generate" else self.image
+
+    def stages(self) -> list[range]:
+        """The steps of each stage."""
+        return split(self.total_steps, self.layout.pp, self.stage_weights)
+
+    def samples(self, replica: int) -> range:
+        """The samples of a replica; empty where there are more replicas than samples."""
+        return range(replica, self.num_samples, self.layout.dp)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
+
+    @classmethod
+    def read(cls, run_folder: Path) -> RunConfig:
+        """The configuration of a run folder."""
+        return cls(**json.loads((run_folder / "config.json").read_text()))

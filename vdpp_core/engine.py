@@ -1,0 +1,181 @@
+"""What one rank does: load, take, denoise, pass on. Data parallel is pp = 1, the step pipeline is dp = 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from vdpp_core import conditioning, machine, results, runfolder, unets
+from vdpp_core.conditioning import Conditioning
+from vdpp_core.config import RunConfig
+from vdpp_core.denoise import Denoiser
+from vdpp_core.guard import Guard
+from vdpp_core.handoff import Handoff
+from vdpp_core.measure import EventLog, MemoryMeter, Stopwatch
+from vdpp_core.mesh import LostRankError, Ranks, World, communication, joined
+
+Source = Callable[[int], Tensor]
+Sink = Callable[[int, Tensor], None]
+
+
+def run(config: RunConfig) -> Path:
+    """Do a run in this process, as its only rank, and return its run folder.
+
+    Raises:
+        ConfigError: before anything is loaded, one line.
+    """
+    config = config.for_ranks(1)
+    machine.check(config, local_ranks=1)
+    folder = runfolder.create(config)
+    execute(folder, Ranks(0, 1, 0, 1, under_torchrun=False), guarded=False)
+    return folder
+
+
+def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
+    """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end."""
+    config = RunConfig.read(folder)
+    with EventLog(folder, ranks.rank) as log:
+        guard = Guard(folder, log, config.timeout_s, ranks.under_torchrun) if guarded else None
+        if guard:
+            guard.start()
+        try:
+            with joined(config, ranks, folder.name) as world:
+                _Rank(config, folder, world, log, guard).work()
+                world.barrier()
+        except BaseException as error:
+            words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            log.write("error", error=words, lost_rank=isinstance(error, LostRankError))
+            raise
+        finally:
+            if guard:
+                guard.stop()
+    if ranks.rank == 0:
+        results.write(folder, "ok")
+
+
+class _Rank:
+    """One rank's part of a run, in the order in which it happens."""
+
+    def __init__(self, config: RunConfig, folder: Path, world: World, log: EventLog, guard: Guard | None) -> None:
+        self.config, self.folder, self.world, self.log, self.guard = config, folder, world, log, guard
+        self.steps = config.stages()[world.stage]
+        self.samples = config.samples(world.replica)
+        self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
+        self.dtype = machine.dtype(config)
+        self.stopwatch = Stopwatch(world.device)
+        self.log.write("start", **self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        import os
+        import socket
+
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "device": str(self.world.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "backend": dist.get_backend(),
+            "threads": self.world.threads,
+            "steps": [self.steps.start, self.steps.stop],
+        }
+
+    def work(self) -> None:
+        memory = MemoryMeter(self.world.device)
+        if self.samples:
+            self._load()
+            memory.reset()
+        self.world.barrier()
+        self._warm_up()
+        self.world.barrier()
+        self.log.write("clock")
+        if self.guard:
+            self.guard.watching = True
+        if self.samples:
+            self._denoise(self.samples, self._noise, self._finish)
+        if self.guard:
+            self.guard.watching = False
+        self.log.write("done", memory=memory.peak())
+
+    def _load(self) -> None:
+        """UNet and conditioning; the encoders are freed when this returns."""
+        config, world = self.config, self.world
+        unet, scheduler = unets.load(config, world.device, self.dtype)
+        told = Conditioning.empty(config, unet, len(self.samples), world.device, self.dtype)
+        if self.first:
+            self.draws = conditioning.generators(config, self.samples)
+            if config.image_path is None:
+                told = conditioning.synthetic(config, told)
+            else:
+                pipeline = unets.load_pipeline(config, unet, scheduler)
+                told = conditioning.encode(config, pipeline, self.draws)
+        with communication("the replica's first rank"):
+            for tensor in told.tensors():
+                dist.broadcast(tensor.contiguous(), group=world.stages, group_src=0)
+        self.denoiser = Denoiser(config, unet, scheduler, told)
+        self.handoff = Handoff(world, self.denoiser.latent_shape, self.dtype)
+        self.handoff.connect()
+        self.log.write("loaded")
+
+    def _warm_up(self) -> None:
+        """A step of its own on every rank at once (twice: the first one sets up), then the warm-up samples."""
+        if not self.samples:
+            return
+        latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
+        for _ in range(2):
+            self.stopwatch.start()
+            self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
+            seconds = self.stopwatch.stop()
+        self.log.write("warm", seconds=seconds)
+        warm_ups = range(-self.config.warmup_samples, 0)
+        self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)
+
+    def _noise(self, sample: int) -> Tensor:
+        return self.denoiser.noise(self.draws[self.samples.index(sample)])
+
+    def _finish(self, sample: int, latents: Tensor) -> None:
+        if self.config.save_latents:
+            runfolder.save_latents(self.folder, sample, latents.transpose(1, 2))
+        self.log.write("sample", sample)
+
+    def _denoise(self, samples: Sequence[int], source: Source, sink: Sink) -> None:
+        """The loop. The receive of the next sample is posted before the present one is computed."""
+        if samples and not self.first:
+            self.handoff.expect()
+        bar = self._progress_bar(samples)
+        for position, sample in enumerate(samples):
+            if self.first:
+                latents, waited = source(sample), 0.0
+            else:
+                latents, waited = self.handoff.take()
+                if position + 1 < len(samples):
+                    self.handoff.expect()
+            self.log.write("take", sample, seconds=waited)
+            latents = self._run_stage(sample, latents, bar)
+            if self.last:
+                sink(sample, latents)
+            else:
+                self.log.write("send", sample, seconds=self.handoff.pass_on(latents))
+        self.handoff.close()
+        bar.close()
+
+    def _run_stage(self, sample: int, latents: Tensor, bar: tqdm) -> Tensor:
+        index = self.samples.index(sample) if sample in self.samples else 0
+        trajectory = self.denoiser.begin(index, self.steps[0])
+        for step in self.steps:
+            self.stopwatch.start()
+            latents = trajectory.step(latents, step)
+            self.log.write("step", sample, step, seconds=self.stopwatch.stop())
+            bar.update()
+        return latents
+
+    def _progress_bar(self, samples: Sequence[int]) -> tqdm:
+        """On a terminal, on the last rank of the first replica."""
+        shown = self.last and self.world.replica == 0 and len(samples) > 0 and samples[0] >= 0
+        total = len(samples) * len(self.steps)
+        return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

@@ -1,0 +1,175 @@
+"""What this machine is and whether it can do a run: asked before any rank starts. Starts nothing itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from vdpp_core.config import ConfigError, RunConfig
+from vdpp_core.media import read_image
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
+
+
+def device_type(config: RunConfig) -> str:
+    """cuda, mps or cpu; `auto` takes CUDA where there is some, else the CPU."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device.partition(":")[0]
+
+
+def dtype(config: RunConfig) -> torch.dtype:
+    """The element type of UNet and latents; `auto` is fp16 on CUDA and fp32 elsewhere."""
+    if config.dtype == "auto":
+        return torch.float16 if device_type(config) == "cuda" else torch.float32
+    return DTYPES[config.dtype]
+
+
+def backend(config: RunConfig) -> str:
+    """nccl or gloo; `auto` is nccl on CUDA and gloo elsewhere."""
+    if config.backend == "auto":
+        return "nccl" if device_type(config) == "cuda" else "gloo"
+    return config.backend
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return (
+        len(psutil.Process().cpu_affinity() or ()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    )
+
+
+def hardware() -> dict[str, Any]:
+    """What results name: the GPUs, or the CPU and its cores."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "gpus": gpus,
+        "cpu": _cpu_name(),
+        "cores": cores(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "platform": platform.platform(),
+    }
+
+
+def hardware_name(facts: dict[str, Any]) -> str:
+    """`hardware()` or what a result recorded of it, in a few words."""
+    if facts["gpus"]:
+        return f"{len(facts['gpus'])} × {facts['gpus'][0]}"
+    return f"{facts['cpu']}, {facts['cores']} cores"
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def check(config: RunConfig, local_ranks: int) -> None:
+    """Whether this machine can do the run on so many ranks.
+
+    Raises:
+        ConfigError: one line that says what cannot be and what can.
+    """
+    _check_device(config, local_ranks)
+    _check_dtype(config)
+    _check_model(config)
+    if config.image_path is not None:
+        read_image(config.image_path)
+
+
+def _check_device(config: RunConfig, local_ranks: int) -> None:
+    kind = device_type(config)
+    if kind == "cuda":
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            raise ConfigError("device", config.device, "no CUDA device here: use cpu or auto")
+        index = int(config.device.partition(":")[2] or 0)
+        if index >= gpus:
+            raise ConfigError("device", config.device, f"must be below cuda:{gpus}, this machine has {gpus}")
+        if local_ranks > gpus:
+            raise ConfigError("world_size", local_ranks, f"must be at most the GPUs of this machine, {gpus}")
+        if local_ranks > 1 and ":" in config.device:
+            raise ConfigError("device", config.device, "must be cuda with several ranks: the local rank picks the GPU")
+    if kind == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("device", config.device, "no Apple GPU here: use cpu or auto")
+        if local_ranks > 1:
+            raise ConfigError("device", config.device, "serves one rank only")
+    if kind != "cuda" and config.backend == "nccl":
+        raise ConfigError("backend", "nccl", f"needs CUDA devices; on {kind} use gloo or auto")
+
+
+@torch.no_grad()
+def _check_dtype(config: RunConfig) -> None:
+    """Tries the kinds of operation that the UNet is made of; on a CPU some builds lack them in half precision."""
+    if device_type(config) != "cpu" or dtype(config) == torch.float32:
+        return
+    try:
+        values = torch.ones(1, 4, 2, 4, 4, dtype=dtype(config))
+        values = torch.nn.functional.conv3d(values, torch.ones(4, 4, 3, 1, 1, dtype=values.dtype))
+        values = torch.nn.functional.group_norm(values, 2).flatten(2)
+        torch.nn.functional.scaled_dot_product_attention(values, values, values)
+    except RuntimeError as error:
+        allowed = f"must be fp32, this CPU cannot ({str(error).splitlines()[0]})"
+        raise ConfigError("dtype", config.dtype, allowed) from None
+
+
+def _check_model(config: RunConfig) -> None:
+    if config.source is None or (config.random_weights and config.model == "svd" and config.model_id is None):
+        return
+    argument = "model" if config.model_id is None else "model_id"
+    folder = Path(config.source)
+    on_disk = folder.exists() or config.source.startswith((".", "/", "~"))
+    if on_disk and not config.random_weights and not any(folder.glob("unet/*.safetensors")):
+        raise ConfigError(argument, config.source, "must be a pipeline's folder with unet/*.safetensors")
+    wanted = {"unet/config.json": "UNetSpatioTemporalConditionModel"}
+    wanted["scheduler/scheduler_config.json"] = (
+        "EulerDiscreteScheduler"  # others remember steps, which no hand-off does
+    )
+    for name, kind in wanted.items():
+        settings = folder / name if on_disk else _hub_file(config, argument, name)
+        if not settings.is_file():
+            raise ConfigError(argument, config.source, f"must be a pipeline's folder, it has no {name}")
+        found = json.loads(settings.read_text()).get("_class_name")
+        if found != kind:
+            raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
+
+
+def _hub_file(config: RunConfig, argument: str, name: str) -> Path:
+    """A settings file from the cache or the hub; one answer at once where the hub cannot be reached."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    # those of whichever HTTP library the hub client is built on
+    transport_errors: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
+    repository = str(config.source)
+    weights = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
+    try:
+        cached = hub.try_to_load_from_cache(repository, name)
+        has_weights = [isinstance(hub.try_to_load_from_cache(repository, weight), str) for weight in weights]
+        if isinstance(cached, str) and (config.random_weights or any(has_weights)):
+            return Path(cached)
+        hub.get_hf_file_metadata(hub.hf_hub_url(repository, name), timeout=10)
+        return Path(hub.hf_hub_download(repository, name))
+    except errors.GatedRepoError:
+        allowed = "is gated: accept its licence on the hub, then log in with `hf auth login`"
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        allowed = "no such model on the hub; if it is private, log in with `hf auth login`"
+    except errors.EntryNotFoundError:
+        allowed = f"must be a Stable Video Diffusion, it has no {name}"
+    except transport_errors:
+        allowed = "is not in the cache and the hub cannot be reached: log in (`hf auth login`) where it can"
+    raise ConfigError(argument, repository, f"{allowed}, or pass a folder with --model-id")

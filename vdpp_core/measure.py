@@ -1,0 +1,110 @@
+"""Clocks, peak memory and the event log of one rank."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+
+_EPOCH = time.time() - time.perf_counter()
+
+
+def now() -> float:
+    """Seconds since 1970 on the monotonic clock, which the processes of one machine share."""
+    return _EPOCH + time.perf_counter()
+
+
+class Stopwatch:
+    """Seconds of one span of work on a device: CUDA events on CUDA, the wall clock elsewhere.
+
+    `stop` waits for the work, once a step: the device idles for the microseconds until the next kernel is there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            self.begin.record()
+        else:
+            self.began = time.perf_counter()
+
+    def stop(self) -> float:
+        if self.device.type == "cuda":
+            self.end.record()
+            self.end.synchronize()
+            return self.begin.elapsed_time(self.end) / 1000
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter() - self.began
+
+
+class MemoryMeter:
+    """Peak memory of this rank in GB (1e9 bytes), the model included, from `reset` on.
+
+    CUDA: the allocator's maximum of allocated and of reserved bytes, and what the device itself says is in use.
+    Elsewhere: the high-water mark of resident memory above what the process held before the model (the baseline).
+    Where the mark cannot be reset (it needs Linux), it is the process's lifetime maximum.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.baseline = psutil.Process().memory_info().rss
+
+    def reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif sys.platform == "linux":
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> dict[str, float]:
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return {
+                "allocated_gb": torch.cuda.max_memory_allocated(self.device) / 1e9,
+                "reserved_gb": torch.cuda.max_memory_reserved(self.device) / 1e9,
+                "device_used_gb": (total - free) / 1e9,
+            }
+        mark = _resident_high_water()
+        return {"allocated_gb": max(0, mark - self.baseline) / 1e9, "resident_gb": mark / 1e9}
+
+
+def _resident_high_water() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
+
+
+class EventLog:
+    """events/rank-N.jsonl: one line an event, out of the process as soon as it is written.
+
+    Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
+    it), step (seconds), send (seconds waited for room), sample (finished), done, and at a bad end error or terminated.
+    """
+
+    def __init__(self, run_folder: Path, rank: int) -> None:
+        self.rank = rank
+        self.file = (run_folder / "events" / f"rank-{rank}.jsonl").open("a", buffering=1)
+
+    def write(self, kind: str, sample: int | None = None, step: int | None = None, **facts: Any) -> None:
+        event = {"t": now(), "rank": self.rank, "kind": kind, "sample": sample, "step": step, **facts}
+        self.file.write(json.dumps({name: value for name, value in event.items() if value is not None}) + "\n")
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file.close()

@@ -1,0 +1,128 @@
+"""This process among the ranks: process group, device, threads. The only place that reads torchrun's variables."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from vdpp_core import machine
+from vdpp_core.config import ConfigError, RunConfig
+
+# Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
+_PATIENCE = timedelta(days=7)
+
+
+class LostRankError(RuntimeError):
+    """Communication failed: another rank is gone. A consequence, never the first cause."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank this process is, before any group exists. Alone without torchrun."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    under_torchrun: bool
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        def number(name: str, alone: int) -> int:
+            return int(os.environ.get(name, alone))
+
+        sizes = number("RANK", 0), number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
+        return cls(*sizes, under_torchrun="RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def agree(ranks: Ranks, decide: Callable[[], str]) -> str:
+    """What rank 0 decides, known to all ranks before any process group exists.
+
+    Raises:
+        ConfigError: on every rank, if rank 0's decision raised one.
+    """
+    if not ranks.under_torchrun:
+        return decide()
+    store = _store(ranks)
+    if ranks.rank == 0:
+        try:
+            store.set("vdpp/decided", json.dumps({"decided": decide()}))
+        except ConfigError as error:
+            store.set("vdpp/decided", json.dumps({"error": [error.argument, str(error.value), error.allowed]}))
+            raise
+    answer = json.loads(store.get("vdpp/decided"))
+    if "error" in answer:
+        raise ConfigError(*answer["error"])
+    return answer["decided"]
+
+
+@functools.cache
+def _store(ranks: Ranks) -> dist.Store:
+    """torchrun's store; a private one for a rank alone."""
+    return next(rendezvous("env://"))[0] if ranks.under_torchrun else dist.HashStore()
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place: its device, and the group of its replica's stages."""
+
+    rank: int
+    world_size: int
+    replica: int
+    stage: int
+    device: torch.device
+    threads: int
+    stages: dist.ProcessGroup
+
+    def barrier(self) -> None:
+        with communication("the other ranks"):
+            dist.barrier()
+
+
+@contextmanager
+def communication(peer: str) -> Iterator[None]:
+    """Failures in here are those of a lost rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(f"lost {peer}: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
+    """Join the ranks of a run and leave them at the end. One rank without torchrun makes a group of its own.
+
+    The caller's number of threads is put back at the end, since one rank may run inside somebody's notebook.
+    """
+    kind = machine.device_type(config)
+    device = torch.device(config.device if ":" in config.device else kind)
+    if kind == "cuda":
+        device = device if device.index is not None else torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+    threads_before = torch.get_num_threads()
+    threads = config.threads or max(1, machine.cores() // ranks.local_world_size)
+    torch.set_num_threads(threads)
+    store = dist.PrefixStore(name, _store(ranks))
+    try:
+        dist.init_process_group(
+            machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=_PATIENCE
+        )
+        mesh = config.layout.mesh("cuda" if kind == "cuda" else "cpu")
+        replica, stage = config.layout.coordinates(ranks.rank)
+        yield World(ranks.rank, ranks.world_size, replica, stage, device, threads, mesh.get_group("pp"))
+        dist.destroy_process_group()
+    except BaseException:
+        if not ranks.under_torchrun and dist.is_initialized():  # under torchrun the process ends, without waiting
+            dist.destroy_process_group()
+        raise
+    finally:
+        torch.set_num_threads(threads_before)

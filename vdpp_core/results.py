@@ -1,0 +1,257 @@
+"""A run folder -> its result: metrics from the event log, and after a bad end what was the first cause."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from vdpp_core import machine, runfolder, schedule
+from vdpp_core.config import Parallel, RunConfig
+from vdpp_core.runfolder import Event
+from vdpp_core.schedule import Span
+
+ENDS = ("done", "error", "terminated")
+
+
+def measured_spans(events: Sequence[Event]) -> list[Span]:
+    """One span for each sample on each rank, warm-up left out, in seconds since the clock started."""
+    zero = min((event["t"] for event in events if event["kind"] == "clock"), default=None)
+    steps: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "step" and event["sample"] >= 0:
+            steps[event["rank"], event["sample"]].append(event)
+    return [
+        Span(
+            rank,
+            sample,
+            start=part[0]["t"] - part[0]["seconds"] - zero,
+            end=part[-1]["t"] - zero,
+            busy=sum(event["seconds"] for event in part),
+        )
+        for (rank, sample), part in steps.items()
+        if zero is not None
+    ]
+
+
+def write(folder: Path, outcome: str, failure: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Compute the result of a run folder and write result.json, the last of its files."""
+    result = summarise(folder) | {"outcome": outcome} | ({"failure": failure} if failure else {})
+    runfolder.write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    """All that a run's events tell, finished or not, with what it ran on."""
+    config, events = RunConfig.read(folder), runfolder.read_events(folder)
+    layout = config.layout
+    finished = {event["sample"] for event in events if event["kind"] == "sample"}
+    spans = [span for span in measured_spans(events) if span.sample in finished]
+    started = {event["rank"]: event for event in events if event["kind"] == "start"}
+    memory = {event["rank"]: event["memory"] for event in events if event["kind"] == "done"}
+    peaks = [memory[rank]["allocated_gb"] for rank in sorted(memory)]
+    return {
+        "run_id": folder.name,
+        "outcome": None,
+        "world_size": layout.world_size,
+        "parallel": layout.model_dump(),
+        "total_steps": config.total_steps,
+        "steps_per_gpu": max(len(steps) for steps in config.stages()),
+        "steps_per_stage": [len(steps) for steps in config.stages()],
+        "latent_shape": list(config.shape),
+        "num_samples": config.num_samples,
+        "fsdp": False,
+        **schedule.numbers(spans, layout),
+        **_waits(events, layout),
+        "peak_memory_gb_per_rank": peaks,
+        "max_peak_memory_gb": max(peaks, default=None),
+        "memory_per_rank": [memory[rank] for rank in sorted(memory)],
+        "predicted": _predicted(config, events),
+        "threads_per_rank": [started[rank]["threads"] for rank in sorted(started)],
+        "device": next((event["device"] for event in started.values()), None),
+        "dtype": next((event["dtype"] for event in started.values()), None),
+        "backend": next((event["backend"] for event in started.values()), None),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _waits(events: Sequence[Event], layout: Parallel) -> dict[str, Any]:
+    """Seconds that ranks waited for latents to come or to leave; in the steady state: without a rank's first sample."""
+    total, steady, busy = ([0.0] * layout.world_size for _ in range(3))
+    for event in events:
+        rank, sample = event["rank"], event.get("sample", -1)
+        if sample < 0 or event["kind"] not in ("take", "send", "step"):
+            continue
+        replica = rank // layout.pp
+        if event["kind"] == "step":
+            busy[rank] += event["seconds"] * (sample != replica)
+        else:
+            total[rank] += event["seconds"]
+            steady[rank] += event["seconds"] * (sample != replica)
+    shares = [wait / work if work else None for wait, work in zip(steady, busy, strict=True)]
+    return {"handoff_wait_s_per_rank": total, "steady_handoff_wait_share_per_rank": shares}
+
+
+def _predicted(config: RunConfig, events: Sequence[Event]) -> dict[str, Any] | None:
+    """What was to be expected when the clock started, from the steps before: warm-up samples, or the warm-up step."""
+    layout = config.layout
+    step_s: dict[int, list[float]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "step" and event["sample"] < 0:
+            step_s[event["rank"] % layout.pp].append(event["seconds"])
+    for event in events:
+        stage = event["rank"] % layout.pp
+        if event["kind"] == "warm" and not step_s[stage]:
+            step_s[stage].append(event["seconds"])
+    if not all(step_s[stage] for stage in range(layout.pp)):
+        return None
+    seconds = [median(step_s[stage]) for stage in range(layout.pp)]
+    return {"step_s_per_stage": seconds} | schedule.predict(config, seconds)
+
+
+def _git_commit() -> str | None:
+    project = Path(__file__).resolve().parent.parent
+    if not (project / ".git").exists():
+        return None
+    command = ["git", "-C", str(project), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """How far a run is: the phase and position of each rank, samples finished, the share done, seconds left."""
+    config, events = RunConfig.read(folder), runfolder.read_events(folder)
+    layout, stages = config.layout, config.stages()
+    ranks = []
+    for rank in range(layout.world_size):
+        own = [event for event in events if event["rank"] == rank]
+        replica, stage = layout.coordinates(rank)
+        steps = sum(event["kind"] == "step" and event["sample"] >= 0 for event in own)
+        sample, step = position(own, stages[stage])
+        ranks.append(
+            {
+                "rank": rank,
+                "phase": own[-1]["kind"] if own else "starting",
+                "sample": sample,
+                "step": step,
+                "steps_done": steps,
+                "steps": len(config.samples(replica)) * len(stages[stage]),
+            }
+        )
+    done, total = sum(rank["steps_done"] for rank in ranks), sum(rank["steps"] for rank in ranks)
+    zero = min((event["t"] for event in events if event["kind"] == "clock"), default=None)
+    elapsed = 0.0 if zero is None else max(event["t"] for event in events) - zero
+    return {
+        "samples_finished": sum(event["kind"] == "sample" for event in events),
+        "num_samples": config.num_samples,
+        "share": done / total,
+        "seconds_left": elapsed * (total - done) / done if done else None,
+        "ranks": ranks,
+    }
+
+
+def position(own: Sequence[Event], steps: range) -> tuple[int | None, int | None]:
+    """(sample, step) that a rank was at when it wrote its last event: the step after the last one it finished."""
+    for event in reversed(own):
+        if event["kind"] == "take":
+            return event["sample"], steps[0]
+        if event["kind"] == "step":
+            return event["sample"], min(event["step"] + 1, steps[-1])
+    return None, None
+
+
+def settle(folder: Path, exits: Mapping[int, str] | None = None, reason: str | None = None) -> dict[str, Any]:
+    """Write the result of a run that did not reach its end, unless there is one already.
+
+    Args:
+        exits: what the launcher saw of ranks that ended by themselves: rank -> how.
+        reason: what ended the run where no rank did: "stopped" by somebody, or the launcher's end.
+    """
+    result = runfolder.read_result(folder)
+    if result is not None:
+        return result
+    failure = first_cause(folder, exits or {})
+    if failure is not None:
+        return write(folder, "failed", failure)
+    if reason is None or reason == "stopped":
+        return write(folder, "stopped")
+    return write(folder, "failed", {"rank": None, "sample": None, "step": None, "cause": reason})
+
+
+def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None:
+    """The rank that failed first, where it was and why; None where every rank was ended from outside.
+
+    In this order: the earliest error that is not the loss of another rank; a rank that is gone without a last word;
+    the earliest loss.
+    """
+    config = RunConfig.read(folder)
+    by_rank: dict[int, list[Event]] = {rank: [] for rank in range(config.layout.world_size)}
+    for event in runfolder.read_events(folder):
+        by_rank[event["rank"]].append(event)
+    last = {rank: own[-1] if own else None for rank, own in by_rank.items()}
+
+    errors = sorted((e for e in last.values() if e is not None and e["kind"] == "error"), key=lambda e: e["t"])
+    own_faults = [event for event in errors if not event["lost_rank"]]
+    silent = [rank for rank, event in last.items() if event is None or event["kind"] not in ENDS]
+    gone = [rank for rank in silent if rank in exits or (last[rank] is not None and _is_gone(by_rank[rank]))]
+    if own_faults:
+        rank, cause = int(own_faults[0].get("blamed", own_faults[0]["rank"])), str(own_faults[0]["error"])
+    elif gone:
+        rank = next((rank for rank in gone if rank in exits), gone[0])
+        cause = exits.get(rank, "ended without a word: killed, out of memory, or crashed")
+    elif errors:
+        rank, cause = errors[0]["rank"], errors[0]["error"]
+    elif exits:
+        rank, cause = next(iter(exits.items()))
+    else:
+        return None
+    sample, step = position(by_rank[rank], config.stages()[config.layout.coordinates(rank)[1]])
+    return {"rank": rank, "sample": sample, "step": step, "cause": cause}
+
+
+def _is_gone(own: Sequence[Event]) -> bool:
+    return not runfolder.alive(own[0]["pid"])
+
+
+def table(folders: Sequence[Path]) -> pd.DataFrame:
+    """One row a run: what it was, how it ended, and the numbers people compare. Units are in the names."""
+    rows = []
+    for folder in folders:
+        result, config = runfolder.read_result(folder), RunConfig.read(folder)
+        if result is None:
+            continue
+        rows.append(
+            {
+                "run_id": result["run_id"],
+                "layout": str(config.layout),
+                "ranks": result["world_size"],
+                "dp": config.layout.dp,
+                "pp": config.layout.pp,
+                "model": config.model_id or config.model,
+                "total_steps": config.total_steps,
+                "num_samples": config.num_samples,
+                "outcome": result["outcome"],
+                "makespan_s": result.get("makespan_s"),
+                "samples_per_s": result.get("samples_per_s"),
+                "steady_state_samples_per_s": result.get("steady_state_samples_per_s"),
+                "first_sample_time_s": result.get("first_sample_time_s"),
+                "latency_s": median(result["latency_s"]) if result.get("latency_s") else None,
+                "interval_s": median(result["interval_s"]) if result.get("interval_s") else None,
+                "bubble": result.get("bubble"),
+                "max_peak_memory_gb": result["max_peak_memory_gb"],
+                "predicted_makespan_s": (result["predicted"] or {}).get("makespan_s"),
+            }
+        )
+    return pd.DataFrame(rows)

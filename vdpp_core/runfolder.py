@@ -1,0 +1,125 @@
+"""The run folder: the contract between ranks, launchers and notebooks. Its files and who writes them.
+
+config.json      the RunConfig, by whoever starts the run
+events/          rank-N.jsonl, by each rank
+latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica's last stage when the sample is done
+result.json      last, atomically, by rank 0; by the launcher or a surviving rank after a failure
+job.json         the launcher's process, where there is one (launch/)
+logs/            what torchrun kept of each rank
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vdpp_core.config import ConfigError, RunConfig
+
+Event = dict[str, Any]
+
+
+def runs_root() -> Path:
+    """runs/ of the clone that this package lies in when the caller stands in that clone, else of where they stand."""
+    project, here = Path(__file__).resolve().parent.parent, Path.cwd()
+    inside = (project / "pyproject.toml").exists() and here.is_relative_to(project)
+    return (project if inside else here) / "runs"
+
+
+def new_run_id(config: RunConfig) -> str:
+    layout = str(config.parallel or "").replace(" × ", "-").replace(" ", "")
+    model = Path(config.model_id).name if config.model_id else config.model
+    return "-".join([time.strftime("%Y%m%d-%H%M%S"), config.command, model, layout, secrets.token_hex(2)])
+
+
+def create(config: RunConfig) -> Path:
+    """Make the run folder and write config.json.
+
+    Raises:
+        ConfigError: there is something at that place already, or it cannot be written.
+    """
+    folder = (config.output_dir or runs_root() / new_run_id(config)).absolute()
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError("output_dir", folder, "exists already: name a new folder")
+        for part in ("events", "latents", "logs"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.json", config.replace(output_dir=folder).to_json())
+    except OSError as error:
+        raise ConfigError("output_dir", folder, f"must be a folder that can be written ({error.strerror})") from None
+    return folder
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """All of it or nothing, also when the process dies in the middle."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def save_latents(folder: Path, sample: int, latents: Tensor) -> None:
+    """latents (B, C, F, H, W) of a finished sample, whole or not at all."""
+    path = latents_path(folder, sample)
+    draft = path.with_suffix(f".{os.getpid()}")
+    save_file({"latents": latents.contiguous().cpu()}, draft)
+    draft.replace(path)
+
+
+def latents_path(folder: Path, sample: int) -> Path:
+    return folder / "latents" / f"sample-{sample:03d}.safetensors"
+
+
+def load_latents(folder: Path, sample: int) -> Tensor:
+    """(B, C, F, H, W) of a finished sample."""
+    return load_file(latents_path(folder, sample))["latents"]
+
+
+def events_paths(folder: Path) -> list[Path]:
+    return sorted((folder / "events").glob("rank-*.jsonl"))
+
+
+def read_events(folder: Path) -> list[Event]:
+    """All ranks' events in the order of time. A line that is still being written is left out."""
+    events = []
+    for path in events_paths(folder):
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                events.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return sorted(events, key=lambda event: event["t"])
+
+
+def silence_s(folder: Path) -> float:
+    """Seconds since any rank last wrote an event."""
+    return time.time() - max((path.stat().st_mtime for path in events_paths(folder)), default=time.time())
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """result.json, or None while there is none."""
+    path = folder / "result.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def launcher(folder: Path) -> int | None:
+    """The process that watches over the run and settles it after a bad end, where there is one."""
+    path = folder / "job.json"
+    return json.loads(path.read_text())["pid"] if path.exists() else None
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and more than a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,32 @@
+"""Which steps each stage of a step pipeline runs."""
+
+import itertools
+from collections.abc import Sequence
+
+
+def split(total_steps: int, stages: int, weights: Sequence[float] | None = None) -> list[range]:
+    """Cut steps 0 … total_steps-1 (0 is the noisiest) into contiguous stages, none of them empty.
+
+    Without weights the sizes differ by at most one and the larger stages come first. With weights, the relative
+    speeds of the ranks, each stage gets its share so that the slowest stage, the one that sets the interval, is as
+    short as whole steps allow.
+
+    Raises:
+        ValueError: fewer steps than stages, or weights that are not one positive number per stage.
+    """
+    if stages < 1:
+        raise ValueError(f"stages {stages}: must be at least 1")
+    if total_steps < stages:
+        raise ValueError(f"total_steps {total_steps}: must be at least the number of stages, {stages}")
+    speeds = [1.0] * stages if weights is None else [float(weight) for weight in weights]
+    if len(speeds) != stages:
+        raise ValueError(f"weights {speeds}: must have one number per stage, {stages} of them")
+    if not all(0 < speed < float("inf") for speed in speeds):
+        raise ValueError(f"weights {speeds}: must all be positive and finite")
+
+    sizes = [1] * stages
+    for _ in range(total_steps - stages):
+        soonest = min(range(stages), key=lambda stage: (sizes[stage] + 1) / speeds[stage])
+        sizes[soonest] += 1
+    bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]

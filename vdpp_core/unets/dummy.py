@@ -1,0 +1,43 @@
+"""A light network with the signature of SVD's UNet, for checking the logic of a run in milliseconds."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class DummyUNet(nn.Module):
+    """Two small 3-D convolutions that look at the timestep. Its output means nothing; every step changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            in_channels=8, out_channels=4, num_frames=8, cross_attention_dim=32, addition_time_embed_dim=32
+        )
+        self.conv_in = nn.Conv3d(8, 16, 3, padding=1)
+        self.time_embedding = nn.Linear(1, 16)
+        self.conv_out = nn.Conv3d(16, 4, 3, padding=1)
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        added_time_ids: Tensor,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """(B, F, 8, H, W) -> ((B, F, 4, H, W),), as `UNetSpatioTemporalConditionModel` does."""
+        time = self.time_embedding(timestep.reshape(1, 1).to(sample.dtype))
+        hidden = self.conv_in(sample.transpose(1, 2)) + time[..., None, None, None]
+        return (self.conv_out(nn.functional.silu(hidden)).transpose(1, 2),)
+
+    def enable_forward_chunking(self, chunk_size: int | None = None, dim: int = 0) -> None:
+        """Nothing to chunk here."""
+
+
+def make_dummy(**factory: Any) -> DummyUNet:
+    """The same dummy on every rank: its weights are drawn with seed 0."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return DummyUNet().to(**factory)
