@@ -77,7 +77,7 @@ def _execute(folder: Path, ranks: Ranks) -> None:
     try:
         engine.execute(folder, ranks)
     except BaseException:
-        if runfolder.launcher(folder) is None:
+        if not runfolder.launcher_alive(folder):
             settle(folder)
         raise
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -72,11 +74,10 @@ class _Rank:
         self.log.write("start", **self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        import os
-        import socket
-
+        process = psutil.Process()
         return {
-            "pid": os.getpid(),
+            "pid": process.pid,
+            "created": process.create_time(),
             "host": socket.gethostname(),
             "device": str(self.world.device),
             "dtype": str(self.dtype).removeprefix("torch."),

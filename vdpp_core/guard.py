@@ -58,7 +58,7 @@ class Guard(threading.Thread):
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:
         self.log.write(kind, **facts)
-        launcher = runfolder.launcher(self.folder)
-        if launcher is None or not runfolder.alive(launcher):
-            results.settle(self.folder, reason=None if launcher is None else "the launcher was killed")
+        if not runfolder.launcher_alive(self.folder):
+            by_hand = runfolder.read_launcher(self.folder) is None
+            results.settle(self.folder, reason=None if by_hand else "the launcher was killed")
         os._exit(code)

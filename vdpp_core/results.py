@@ -205,9 +205,10 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     errors = sorted((e for e in last.values() if e is not None and e["kind"] == "error"), key=lambda e: e["t"])
     own_faults = [event for event in errors if not event["lost_rank"]]
     silent = [rank for rank, event in last.items() if event is None or event["kind"] not in ENDS]
-    gone = [rank for rank in silent if rank in exits or (last[rank] is not None and _is_gone(by_rank[rank]))]
+    gone = [rank for rank in silent if rank in exits or (by_rank[rank] and not runfolder.is_rank(by_rank[rank][0]))]
     if own_faults:
-        rank, cause = int(own_faults[0].get("blamed", own_faults[0]["rank"])), str(own_faults[0]["error"])
+        fault = own_faults[0]
+        rank, cause = fault["blamed"] if "blamed" in fault else fault["rank"], fault["error"]
     elif gone:
         rank = next((rank for rank in gone if rank in exits), gone[0])
         cause = exits.get(rank, "ended without a word: killed, out of memory, or crashed")
@@ -219,10 +220,6 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
         return None
     sample, step = position(by_rank[rank], config.stages()[config.layout.coordinates(rank)[1]])
     return {"rank": rank, "sample": sample, "step": step, "cause": cause}
-
-
-def _is_gone(own: Sequence[Event]) -> bool:
-    return not runfolder.alive(own[0]["pid"])
 
 
 def table(folders: Sequence[Path]) -> pd.DataFrame:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -111,15 +112,32 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def launcher(folder: Path) -> int | None:
-    """The process that watches over the run and settles it after a bad end, where there is one."""
+def write_launcher(folder: Path, pid: int) -> None:
+    """Record the process that watches over the run and settles it after a bad end."""
+    facts = {"pid": pid, "created": psutil.Process(pid).create_time()}
+    write_atomically(folder / "job.json", json.dumps(facts) + "\n")
+
+
+def read_launcher(folder: Path) -> dict[str, Any] | None:
+    """pid and creation time of that process; None where torchrun was called by hand."""
     path = folder / "job.json"
-    return json.loads(path.read_text())["pid"] if path.exists() else None
+    return json.loads(path.read_text()) if path.exists() else None
 
 
-def alive(pid: int) -> bool:
-    """Whether a process is there and more than a zombie."""
+def launcher_alive(folder: Path) -> bool:
+    launcher = read_launcher(folder)
+    return launcher is not None and _is_process(launcher["pid"], launcher["created"])
+
+
+def is_rank(start: Event) -> bool:
+    """Whether the process of a rank's start event is still that rank, and on this machine."""
+    return start["host"] == socket.gethostname() and _is_process(start["pid"], start["created"])
+
+
+def _is_process(pid: int, created: float) -> bool:
+    """Whether a process is there, is no zombie, and no later one with the same number."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - created) < 2
     except psutil.NoSuchProcess:
         return False

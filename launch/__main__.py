@@ -1,0 +1,144 @@
+"""Runs in the background, from a terminal: python -m launch start | status | tail | stop | sweep."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from launch import Job, Sweep, attach, jobs, start, sweep
+from vdpp_core import cli
+from vdpp_core.config import ConfigError, Parallel, RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.act(arguments)
+    except ConfigError as error:
+        cli.fail(error.as_flag())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.OneLineParser(prog="python -m launch", description=__doc__)
+    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=cli.OneLineParser)
+
+    def action(name: str, act: Any, purpose: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=purpose, description=purpose)
+        added.set_defaults(act=act)
+        return added
+
+    starting = action("start", _start, "start a run and return at once")
+    starting.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this machine")
+    cli.add_run_commands(starting)
+
+    sweeping = action("sweep", _sweep, "run numbers of ranks and layouts one after another; print the table")
+    sweeping.add_argument("--ranks", required=True, metavar="N,N,…", help="numbers of ranks")
+    sweeping.add_argument("--layouts", default="pp,dp", metavar="pp,dp", help="step pipeline, data parallel or both")
+    sweeping.add_argument("--repeats", type=int, default=1, metavar="N", help="times each, interleaved")
+    cli.add_run_commands(sweeping)
+
+    showing = action("status", _status, "how far runs are")
+    showing.add_argument("run", nargs="?", help="run id; default: all")
+    showing.add_argument("--json", action="store_true", help="print JSON")
+    tailing = action("tail", _tail, "the last lines that a rank wrote")
+    tailing.add_argument("run")
+    tailing.add_argument("--rank", type=int, default=0)
+    tailing.add_argument("--lines", type=int, default=20)
+    stopping = action("stop", _stop, "end a run or a sweep; finished samples stay")
+    stopping.add_argument("run")
+    return parser
+
+
+def _start(arguments: argparse.Namespace) -> None:
+    job = start(cli.run_config(arguments, arguments.nproc), arguments.nproc)
+    print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id)
+
+
+def _sweep(arguments: argparse.Namespace) -> None:
+    if arguments.dp is not None or arguments.pp is not None:
+        raise ConfigError("layouts", arguments.layouts, "in a sweep, in place of --dp and --pp")
+    configs = _layouts(arguments, _whole_numbers("ranks", arguments.ranks))
+    running = sweep(configs, arguments.repeats)
+    print(f"sweep {running.run_id}: {len(running.runs)} runs", file=sys.stderr)
+    try:
+        for number, job in enumerate(running.jobs, start=1):
+            result = job.wait()
+            if not arguments.json:
+                seconds = result.get("makespan_s")
+                took = f", makespan {seconds:.2f} s" if seconds is not None else ""
+                print(f"{number}/{len(running.runs)} {job.run_id}: {result['outcome']}{took}", flush=True)
+        table = running.wait()
+    except KeyboardInterrupt:
+        table = running.stop()
+    _print_table(table.drop(columns=["run_id", "dp", "pp"]), arguments.json)
+
+
+def _whole_numbers(name: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise ConfigError(name, text, "must be whole numbers of at least 1, separated by commas")
+    return [int(part) for part in parts]
+
+
+def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunConfig]:
+    axes = arguments.layouts.split(",")
+    if not set(axes) <= {"pp", "dp"}:
+        raise ConfigError("layouts", arguments.layouts, "must be pp, dp or pp,dp")
+    layouts = {Parallel(**{axis: number}) for number in ranks for axis in axes}
+    base = cli.run_config(arguments, 1)
+    ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.dp))
+    return [base.replace(parallel=layout) for layout in ordered]
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    chosen = [attach(arguments.run)] if arguments.run else jobs()
+    _print_table(pd.DataFrame([_row(job) for job in chosen]), arguments.json)
+
+
+def _row(job: Job | Sweep) -> dict[str, Any]:
+    progress = job.progress()
+    if isinstance(job, Sweep):
+        done = f"{progress['runs_finished']} of {progress['num_runs']} runs"
+        return {"run": job.run_id, "status": progress["status"], "done": done, "seconds left": None, "at": None}
+    left = progress["seconds_left"]
+    at = [
+        f"rank {r['rank']}: sample {r['sample']}, step {r['step']}" for r in progress["ranks"] if r["step"] is not None
+    ]
+    return {
+        "run": job.run_id,
+        "status": progress["status"],
+        "done": f"{progress['samples_finished']} of {progress['num_samples']} samples, {progress['share']:.0%} of all",
+        "seconds left": round(left, 1) if left is not None and progress["status"] == "running" else None,
+        "at": "; ".join(at) if progress["status"] in ("running", "failed") else None,
+    }
+
+
+def _tail(arguments: argparse.Namespace) -> None:
+    job = attach(arguments.run)
+    if isinstance(job, Sweep):
+        raise ConfigError("run", arguments.run, "must be a run, not a sweep")
+    print(job.tail(arguments.rank, arguments.lines))
+
+
+def _stop(arguments: argparse.Namespace) -> None:
+    job = attach(arguments.run)
+    job.stop()
+    print(f"{job.run_id}: {job.status()}, {time.strftime('%H:%M:%S')}")
+
+
+def _print_table(table: pd.DataFrame, as_json: bool) -> None:
+    if as_json:
+        print(table.to_json(orient="records", indent=2))
+    else:
+        with pd.option_context("display.max_columns", None, "display.width", 200, "display.max_colwidth", 80):
+            print(table.to_string(index=False, na_rep="–", float_format="{:.4g}".format) if len(table) else "no runs")
+
+
+if __name__ == "__main__":
+    main()

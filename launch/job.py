@@ -1,0 +1,170 @@
+"""One run as a background job. All that is known of it lies in its run folder, so any process can attach to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from vdpp_core import machine, results, runfolder
+from vdpp_core.config import ConfigError, Parallel, RunConfig
+
+if TYPE_CHECKING:
+    from launch.sweep import Sweep
+
+POLL_S = 0.2
+STOP_PATIENCE_S = 12.0
+
+
+class Job:
+    """A run that was started. `status`, `progress` and `tail` read its folder; nothing is kept in this object."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_id = folder, folder.name
+
+    def __repr__(self) -> str:
+        return f"Job({self.run_id!r}, {self.status()})"
+
+    def status(self) -> str:
+        """starting, loading, warming up, running; or the outcome: ok, oom, failed, stopped."""
+        result = self._settled()
+        if result is not None:
+            return result["outcome"]
+        kinds = {event["kind"] for event in runfolder.read_events(self.folder)}
+        for kind, word in (("clock", "running"), ("loaded", "warming up"), ("start", "loading")):
+            if kind in kinds:
+                return word
+        return "starting"
+
+    def progress(self) -> dict[str, Any]:
+        """samples_finished, num_samples, share (0 … 1), seconds_left, and for each rank its phase, sample and step."""
+        return {"status": self.status(), **results.progress(self.folder)}
+
+    def tail(self, rank: int = 0, lines: int = 20) -> str:
+        """The last lines that a rank wrote to stdout and stderr."""
+        written: list[str] = []
+        for stream in ("stdout", "stderr"):
+            for path in sorted(self.folder.glob(f"logs/*/attempt_0/{rank}/{stream}.log")):
+                written += path.read_text(errors="replace").splitlines()
+        return "\n".join(written[-lines:])
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
+        """The result, once there is one.
+
+        Raises:
+            TimeoutError: the run goes on after `timeout` seconds; it is not stopped.
+        """
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (result := self._settled()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.run_id} goes on after {timeout:g} s: {self.status()}")
+            time.sleep(POLL_S)
+        return result
+
+    def stop(self) -> dict[str, Any]:
+        """End the run; samples that are finished stay. Returns the result, also of a run that had ended before."""
+        end(self.folder)
+        return results.settle(self.folder, reason="stopped")
+
+    def result(self) -> dict[str, Any]:
+        """The result of a run that has ended.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        result = self._settled()
+        if result is None:
+            raise RuntimeError(f"{self.run_id} has no result yet: {self.status()}")
+        return result
+
+    def _settled(self) -> dict[str, Any] | None:
+        result = runfolder.read_result(self.folder)
+        if result is None and not runfolder.launcher_alive(self.folder):
+            end_ranks(self.folder)
+            result = results.settle(self.folder, reason="the launcher was killed")
+        return result
+
+
+def start(config: RunConfig, nproc: int | None = None) -> Job:
+    """Start a run on `nproc` ranks of this machine (default: as many as its layout needs) and return at once.
+
+    Raises:
+        ConfigError: one line on what cannot be; nothing was started.
+    """
+    folder = prepare(config, nproc)
+    launch([folder], log=folder / "logs" / "launcher.log")
+    return Job(folder)
+
+
+def prepare(config: RunConfig, nproc: int | None = None) -> Path:
+    """Check a run and make its folder."""
+    ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
+    config = config.for_ranks(ranks)
+    machine.check(config, local_ranks=ranks)
+    return runfolder.create(config)
+
+
+def launch(folders: Sequence[Path], log: Path, table: Path | None = None) -> None:
+    """Start the process that watches over these runs, one after another. It outlives the caller."""
+    command = [sys.executable, "-m", "launch.supervisor", *map(str, folders)]
+    if table is not None:
+        command += ["--table", str(table)]
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    for folder in folders:
+        runfolder.write_launcher(folder, process.pid)
+
+
+def end(folder: Path) -> None:
+    """End the process that watches over a run and with it the ranks, forcibly if they do not listen."""
+    launcher = runfolder.read_launcher(folder)
+    if launcher is None or not runfolder.launcher_alive(folder):
+        return
+    try:
+        process = psutil.Process(launcher["pid"])
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_PATIENCE_S)
+    except psutil.NoSuchProcess:
+        pass
+    except psutil.TimeoutExpired:
+        process.kill()
+    end_ranks(folder)
+
+
+def end_ranks(folder: Path) -> None:
+    """Kill what is left of a run's ranks on this machine."""
+    for event in runfolder.read_events(folder):
+        if event["kind"] == "start" and runfolder.is_rank(event):
+            os.kill(event["pid"], signal.SIGKILL)
+
+
+def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
+    """The job or sweep with this id, also one that another process started; an id is a folder under `root` (runs/).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from launch.sweep import Sweep
+
+    folder = (root or runfolder.runs_root()) / run_id
+    if (folder / "sweep.json").exists():
+        return Sweep(folder)
+    if (folder / "config.json").exists():
+        return Job(folder)
+    raise ConfigError("run_id", run_id, f"must be a folder with a run or sweep under {folder.parent}")
+
+
+def jobs(root: Path | None = None) -> list[Job | Sweep]:
+    """All jobs and sweeps under `root` (runs/), oldest first."""
+    root = root or runfolder.runs_root()
+    folders = [path.parent for name in ("config.json", "sweep.json") for path in root.glob(f"*/{name}")]
+    return [attach(folder.name, root) for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime)]

@@ -1,0 +1,113 @@
+"""Several runs one after another in the background, their repeats interleaved so that comparisons are paired."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from launch.job import POLL_S, Job, end, launch, prepare
+from vdpp_core import machine, results, runfolder
+from vdpp_core.config import ConfigError, Parallel, RunConfig
+
+
+class Sweep:
+    """A sweep that was started: a folder of run folders, with table.csv renewed after each run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_id = folder, folder.name
+        self.runs = json.loads((folder / "sweep.json").read_text())
+
+    def __repr__(self) -> str:
+        return f"Sweep({self.run_id!r}, {self.status()})"
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The runs in their order of execution."""
+        return [Job(self.folder / run["run_id"]) for run in self.runs]
+
+    def status(self) -> str:
+        """running; or ok, or how many runs ended otherwise."""
+        outcomes = [self._outcome(job) for job in self.jobs]
+        if "waiting" in outcomes:
+            return f"running, {len(outcomes) - outcomes.count('waiting')} of {len(outcomes)} done"
+        bad = [outcome for outcome in outcomes if outcome != "ok"]
+        return f"{len(bad)} of {len(outcomes)} not ok: {', '.join(sorted(set(bad)))}" if bad else "ok"
+
+    @staticmethod
+    def _outcome(job: Job) -> str:
+        status = job.status()
+        return status if status in ("ok", "oom", "failed", "stopped") else "waiting"
+
+    def progress(self) -> dict[str, Any]:
+        """runs_finished, num_runs, and the progress of the run that goes on."""
+        going = [job for job in self.jobs if self._outcome(job) == "waiting"]
+        return {
+            "status": self.status(),
+            "runs_finished": len(self.runs) - len(going),
+            "num_runs": len(self.runs),
+            "run": {"run_id": going[0].run_id, **going[0].progress()} if going else None,
+        }
+
+    def wait(self, timeout: float | None = None) -> pd.DataFrame:
+        """The table, once all runs have ended.
+
+        Raises:
+            TimeoutError: it goes on after `timeout` seconds; it is not stopped.
+        """
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        for job in self.jobs:
+            left = deadline - time.monotonic()
+            job.wait(None if timeout is None else max(0.0, left))
+        while runfolder.launcher_alive(self.jobs[-1].folder) and time.monotonic() < deadline:
+            time.sleep(POLL_S)  # it still writes table.csv
+        return self.table()
+
+    def stop(self) -> pd.DataFrame:
+        """End the run that goes on and drop those that wait."""
+        end(self.jobs[-1].folder)
+        for job in self.jobs:
+            job.stop()
+        return self.table()
+
+    def table(self) -> pd.DataFrame:
+        """One row a finished run: which repeat of which configuration, and `vdpp_core.results.table`'s columns."""
+        labels = pd.DataFrame(self.runs)
+        return labels.merge(results.table([job.folder for job in self.jobs]), on="run_id", how="inner")
+
+
+def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = None) -> Sweep:
+    """Start runs that differ as `configs` do, each `repeats` times: A B C, C B A, A B C, …
+
+    Every configuration is checked before the first run starts.
+
+    Raises:
+        ConfigError: one line on what cannot be; nothing was started.
+    """
+    if not configs:
+        raise ConfigError("configs", "", "must be at least one configuration")
+    if repeats < 1:
+        raise ConfigError("repeats", repeats, "must be at least 1")
+    ready = [config.for_ranks((config.parallel or Parallel()).world_size) for config in configs]
+    for config in ready:
+        machine.check(config, config.layout.world_size)
+        if config.output_dir is not None:
+            raise ConfigError("output_dir", config.output_dir, "not in a sweep: each run has a folder of its own")
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep-{secrets.token_hex(2)}"
+    folder = (root or runfolder.runs_root()) / name
+    runs: list[dict[str, Any]] = []
+    folders: list[Path] = []
+    for repeat in range(repeats):
+        order = list(enumerate(ready))
+        for number, config in order if repeat % 2 == 0 else reversed(order):
+            run_id = f"{len(runs):03d}-{str(config.layout).replace(' × ', '-').replace(' ', '')}"
+            folders.append(prepare(config.replace(output_dir=folder / run_id)))
+            runs.append({"run_id": run_id, "config": number, "repeat": repeat})
+    runfolder.write_atomically(folder / "sweep.json", json.dumps(runs, indent=2) + "\n")
+    launch(folders, log=folder / "launcher.log", table=folder / "table.csv")
+    return Sweep(folder)

@@ -1,0 +1,96 @@
+"""What the tests share: the official pipeline, which is the truth about latents, and events written by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from vdpp_core.config import EXAMPLE_IMAGE, MODELS, RunConfig
+from vdpp_core.runfolder import events_paths
+
+DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums are reordered by the number of threads; both sides of a comparison use one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@functools.cache
+def official_pipeline(dtype: torch.dtype) -> Any:
+    from diffusers import StableVideoDiffusionPipeline
+
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"], torch_dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="session")
+def official() -> Callable[[RunConfig, int], torch.Tensor]:
+    """official(config, sample): the latents B C F H W that diffusers' own pipeline gives for a sample of a run."""
+    known: dict[str, torch.Tensor] = {}
+
+    def latents(config: RunConfig, sample: int) -> torch.Tensor:
+        batch, _, num_frames, rows, columns = config.shape
+        arguments = {
+            "height": rows * 8,
+            "width": columns * 8,
+            "num_frames": num_frames,
+            "num_inference_steps": config.total_steps,
+            "min_guidance_scale": config.min_guidance_scale,
+            "max_guidance_scale": config.guidance_scale,
+            "fps": config.fps,
+            "motion_bucket_id": config.motion_bucket_id,
+            "noise_aug_strength": config.noise_aug_strength,
+            "num_videos_per_prompt": batch,
+        }
+        path, seed = config.image or EXAMPLE_IMAGE, config.seed + sample
+        key = json.dumps([arguments, config.dtype, str(path), seed])
+        if key not in known:
+            # loaded anew for half precision: its fp16 VAE is left in fp32 by a call
+            load = official_pipeline if config.dtype in ("auto", "fp32") else official_pipeline.__wrapped__
+            with one_thread(), Image.open(path) as image:
+                generator = torch.Generator().manual_seed(seed)
+                pipeline = load(DTYPES[config.dtype])
+                frames = pipeline(image.convert("RGB"), generator=generator, output_type="latent", **arguments).frames
+            known[key] = frames.transpose(1, 2)
+        return known[key]
+
+    return latents
+
+
+@pytest.fixture(scope="session")
+def other_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image that shares nothing with the example image: coloured stripes, not square."""
+    image = Image.new("RGB", (96, 64))
+    image.putdata([(x * 5 % 256, (x + y) * 7 % 256, y * 11 % 256) for y in range(64) for x in range(96)])
+    path = tmp_path_factory.mktemp("images") / "stripes.png"
+    image.save(path)
+    return path
+
+
+@pytest.fixture
+def write_events() -> Callable[..., None]:
+    """write_events(folder, rank, (t, kind, facts), …): the events of a rank, as the rank itself would write them."""
+
+    def write(folder: Path, rank: int, *events: tuple[float, str, dict[str, Any]]) -> None:
+        lines = [json.dumps({"t": t, "rank": rank, "kind": kind, **facts}) for t, kind, facts in events]
+        path = folder / "events" / f"rank-{rank}.jsonl"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        assert path in events_paths(folder)
+
+    return write

@@ -1,0 +1,90 @@
+"""Which steps each stage runs."""
+
+import itertools
+
+import pytest
+
+from vdpp_core import split
+
+
+def sizes(*arguments):
+    return [len(steps) for steps in split(*arguments)]
+
+
+def compositions(total, parts):
+    """All ways to write a total as so many positive sizes."""
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        yield [b - a for a, b in itertools.pairwise((0, *cuts, total))]
+
+
+@pytest.mark.parametrize("stages", range(1, 13))
+@pytest.mark.parametrize("total_steps", [12, 13, 25, 28, 30, 50, 99])
+def test_stages_are_contiguous_complete_and_even(total_steps, stages):
+    stages_steps = split(total_steps, stages)
+    assert len(stages_steps) == stages
+    assert [step for steps in stages_steps for step in steps] == list(range(total_steps))
+    lengths = [len(steps) for steps in stages_steps]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_known_splits():
+    assert sizes(28, 7) == [4] * 7
+    assert sizes(25, 7) == [4, 4, 4, 4, 3, 3, 3]
+    assert split(7, 2) == [range(0, 4), range(4, 7)]
+    assert sizes(5, 5) == [1] * 5
+
+
+def test_weights_give_shares_in_proportion():
+    assert sizes(28, 2, [3, 1]) == [21, 7]
+    assert sizes(28, 2, [1, 3]) == [7, 21]
+    assert sizes(28, 4, [2, 2, 1, 2]) == [8, 8, 4, 8]
+    assert sizes(25, 7, [1] * 7) == sizes(25, 7)
+    assert sizes(28, 2, [30, 10]) == sizes(28, 2, [0.3, 0.1]) == [21, 7]
+
+
+def test_a_slow_rank_keeps_one_step():
+    assert sizes(10, 2, [1000, 1]) == [9, 1]
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "weights"),
+    [
+        (12, (3, 1)),
+        (12, (1, 2, 3)),
+        (13, (5, 4, 1)),
+        (14, (1, 1, 0.3, 2)),
+        (11, (0.1, 10, 1)),
+        (15, (2, 7, 1, 8)),
+        (9, (1, 1.5, 1, 1)),
+    ],
+)
+def test_the_slowest_stage_is_as_fast_as_whole_steps_allow(total_steps, weights):
+    def interval(lengths):
+        return max(size / weight for size, weight in zip(lengths, weights, strict=True))
+
+    best = min(interval(lengths) for lengths in compositions(total_steps, len(weights)))
+    weighted = split(total_steps, len(weights), weights)
+    assert [step for steps in weighted for step in steps] == list(range(total_steps))
+    assert min(len(steps) for steps in weighted) >= 1
+    assert interval([len(steps) for steps in weighted]) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((3, 4), "total_steps 3"),
+        ((0, 1), "total_steps 0"),
+        ((3, 0), "stages 0"),
+        ((3, -1), "stages -1"),
+        ((8, 2, [1]), "one number per stage, 2"),
+        ((8, 2, [1, 1, 1]), "one number per stage, 2"),
+        ((8, 2, [1, 0]), "positive and finite"),
+        ((8, 2, [1, -2]), "positive and finite"),
+        ((8, 2, [1, float("inf")]), "positive and finite"),
+        ((8, 2, [1, float("nan")]), "positive and finite"),
+    ],
+)
+def test_what_cannot_be_split_is_said(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        split(*arguments)
