@@ -1,6 +1,8 @@
 """Runs in the background: started from a notebook or a terminal, watched from anywhere, ended without orphans."""
 
 from launch.job import Job, attach, jobs, start
+from launch.panel import sliders
 from launch.sweep import Sweep, sweep
+from launch.watch import probe, watch
 
-__all__ = ["Job", "Sweep", "attach", "jobs", "start", "sweep"]
+__all__ = ["Job", "Sweep", "attach", "jobs", "probe", "sliders", "start", "sweep", "watch"]

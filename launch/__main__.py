@@ -1,4 +1,4 @@
-"""Runs in the background, from a terminal: python -m launch start | status | tail | stop | sweep."""
+"""Runs in the background, from a terminal: python -m launch start | status | tail | stop | sweep | report."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     tailing.add_argument("run")
     tailing.add_argument("--rank", type=int, default=0)
     tailing.add_argument("--lines", type=int, default=20)
+    action("report", _report, "execute the notebooks and render them into figures/reports")
     stopping = action("stop", _stop, "end a run or a sweep; finished samples stay")
     stopping.add_argument("run")
     return parser
@@ -130,6 +131,13 @@ def _stop(arguments: argparse.Namespace) -> None:
     job = attach(arguments.run)
     job.stop()
     print(f"{job.run_id}: {job.status()}, {time.strftime('%H:%M:%S')}")
+
+
+def _report(_: argparse.Namespace) -> None:
+    from launch.report import report
+
+    if any(book.error for book in report()):
+        raise SystemExit(1)
 
 
 def _print_table(table: pd.DataFrame, as_json: bool) -> None:

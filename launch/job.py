@@ -111,11 +111,11 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     return runfolder.create(config)
 
 
-def launch(folders: Sequence[Path], log: Path, table: Path | None = None) -> None:
+def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None) -> None:
     """Start the process that watches over these runs, one after another. It outlives the caller."""
     command = [sys.executable, "-m", "launch.supervisor", *map(str, folders)]
-    if table is not None:
-        command += ["--table", str(table)]
+    if sweep is not None:
+        command += ["--sweep", str(sweep)]
     with log.open("ab") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

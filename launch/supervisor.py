@@ -1,6 +1,6 @@
 """The background process: runs folders one after another under torchrun's agent and settles those that end badly.
 
-python -m launch.supervisor FOLDER [FOLDER …] [--table CSV]
+python -m launch.supervisor FOLDER [FOLDER …] [--sweep FOLDER]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from launch.job import end_ranks
+from launch.sweep import Sweep
 from vdpp_core import results
 from vdpp_core.config import RunConfig
 
@@ -66,7 +67,7 @@ def _told_to_end(number: int, _: FrameType | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--sweep", type=Path, help="renew its table.csv after each run")
     arguments = parser.parse_args()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a stopped rank does not hear SIGTERM
     signal.signal(signal.SIGTERM, _told_to_end)
@@ -75,8 +76,8 @@ def main() -> None:
         while waiting:
             supervise(waiting[0])
             waiting.pop(0)
-            if arguments.table is not None:
-                results.table(arguments.folders).to_csv(arguments.table, index=False)
+            if arguments.sweep is not None:
+                Sweep(arguments.sweep).write_table()
     except SignalException:
         for folder in waiting:
             results.settle(folder, reason="stopped")

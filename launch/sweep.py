@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from launch.job import POLL_S, Job, end, launch, prepare
-from vdpp_core import machine, results, runfolder
+from vdpp_core import machine, runfolder, tables
 from vdpp_core.config import ConfigError, Parallel, RunConfig
 
 
@@ -76,9 +76,13 @@ class Sweep:
         return self.table()
 
     def table(self) -> pd.DataFrame:
-        """One row a finished run: which repeat of which configuration, and `vdpp_core.results.table`'s columns."""
+        """One row a finished run: which repeat of which configuration, and `vdpp_core.tables.table`'s columns."""
         labels = pd.DataFrame(self.runs)
-        return labels.merge(results.table([job.folder for job in self.jobs]), on="run_id", how="inner")
+        return labels.merge(tables.table([job.folder for job in self.jobs]), on="run_id", how="inner")
+
+    def write_table(self) -> None:
+        """table.csv in the sweep's folder."""
+        runfolder.write_atomically(self.folder / "table.csv", self.table().to_csv(index=False))
 
 
 def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = None) -> Sweep:
@@ -109,5 +113,5 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
             folders.append(prepare(config.replace(output_dir=folder / run_id)))
             runs.append({"run_id": run_id, "config": number, "repeat": repeat})
     runfolder.write_atomically(folder / "sweep.json", json.dumps(runs, indent=2) + "\n")
-    launch(folders, log=folder / "launcher.log", table=folder / "table.csv")
+    launch(folders, log=folder / "launcher.log", sweep=folder)
     return Sweep(folder)

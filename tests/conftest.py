@@ -61,11 +61,9 @@ def official() -> Callable[[RunConfig, int], torch.Tensor]:
         path, seed = config.image or EXAMPLE_IMAGE, config.seed + sample
         key = json.dumps([arguments, config.dtype, str(path), seed])
         if key not in known:
-            # loaded anew for half precision: its fp16 VAE is left in fp32 by a call
-            load = official_pipeline if config.dtype in ("auto", "fp32") else official_pipeline.__wrapped__
             with one_thread(), Image.open(path) as image:
                 generator = torch.Generator().manual_seed(seed)
-                pipeline = load(DTYPES[config.dtype])
+                pipeline = official_pipeline(DTYPES[config.dtype])
                 frames = pipeline(image.convert("RGB"), generator=generator, output_type="latent", **arguments).frames
             known[key] = frames.transpose(1, 2)
         return known[key]

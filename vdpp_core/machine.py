@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import torch
 
-from vdpp_core.config import ConfigError, RunConfig
+from vdpp_core.config import MODELS, ConfigError, RunConfig
 from vdpp_core.media import read_image
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+WEIGHTS = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
 
 
@@ -68,6 +69,13 @@ def hardware_name(facts: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+
+
+def weights_in_cache(repository: str = str(MODELS["svd"])) -> bool:
+    """Whether the UNet's weights of a hub model were downloaded before."""
+    import huggingface_hub as hub
+
+    return any(isinstance(hub.try_to_load_from_cache(repository, name), str) for name in WEIGHTS)
 
 
 def _cpu_name() -> str:
@@ -156,11 +164,9 @@ def _hub_file(config: RunConfig, argument: str, name: str) -> Path:
     # those of whichever HTTP library the hub client is built on
     transport_errors: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
     repository = str(config.source)
-    weights = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
     try:
         cached = hub.try_to_load_from_cache(repository, name)
-        has_weights = [isinstance(hub.try_to_load_from_cache(repository, weight), str) for weight in weights]
-        if isinstance(cached, str) and (config.random_weights or any(has_weights)):
+        if isinstance(cached, str) and (config.random_weights or weights_in_cache(repository)):
             return Path(cached)
         hub.get_hf_file_metadata(hub.hf_hub_url(repository, name), timeout=10)
         return Path(hub.hf_hub_download(repository, name))

@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pandas as pd
-
 from vdpp_core import machine, runfolder, schedule
 from vdpp_core.config import Parallel, RunConfig
 from vdpp_core.runfolder import Event
@@ -220,35 +218,3 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
         return None
     sample, step = position(by_rank[rank], config.stages()[config.layout.coordinates(rank)[1]])
     return {"rank": rank, "sample": sample, "step": step, "cause": cause}
-
-
-def table(folders: Sequence[Path]) -> pd.DataFrame:
-    """One row a run: what it was, how it ended, and the numbers people compare. Units are in the names."""
-    rows = []
-    for folder in folders:
-        result, config = runfolder.read_result(folder), RunConfig.read(folder)
-        if result is None:
-            continue
-        rows.append(
-            {
-                "run_id": result["run_id"],
-                "layout": str(config.layout),
-                "ranks": result["world_size"],
-                "dp": config.layout.dp,
-                "pp": config.layout.pp,
-                "model": config.model_id or config.model,
-                "total_steps": config.total_steps,
-                "num_samples": config.num_samples,
-                "outcome": result["outcome"],
-                "makespan_s": result.get("makespan_s"),
-                "samples_per_s": result.get("samples_per_s"),
-                "steady_state_samples_per_s": result.get("steady_state_samples_per_s"),
-                "first_sample_time_s": result.get("first_sample_time_s"),
-                "latency_s": median(result["latency_s"]) if result.get("latency_s") else None,
-                "interval_s": median(result["interval_s"]) if result.get("interval_s") else None,
-                "bubble": result.get("bubble"),
-                "max_peak_memory_gb": result["max_peak_memory_gb"],
-                "predicted_makespan_s": (result["predicted"] or {}).get("makespan_s"),
-            }
-        )
-    return pd.DataFrame(rows)

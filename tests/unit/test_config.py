@@ -25,6 +25,8 @@ BAD = [
     ({"latent_shape": (1, 4, 14, 8.5, 8)}, "latent_shape", "1 4 14 8.5 8", "whole numbers"),
     ({"latent_shape": ("1", "4", "x", "8", "8")}, "latent_shape", "1 4 x 8 8", "whole numbers"),
     ({"latent_shape": 7}, "latent_shape", "7", "five whole numbers"),
+    ({"latent_shape": "1 4 5 8 8"}, "latent_shape", "1 4 5 8 8", "five whole numbers"),
+    ({"latent_shape": "14588"}, "latent_shape", "14588", "five whole numbers"),
     ({"latent_shape": (1, 4, 5, 8, 8), "height": 64}, "latent_shape", "1 4 5 8 8", "not both"),
     ({"latent_shape": (1, 4, 5, 8, 8), "num_frames": 5}, "latent_shape", "1 4 5 8 8", "not both"),
     ({"height": 100}, "height", "100", "a multiple of 8"),
@@ -95,7 +97,7 @@ def test_no_ranks_is_refused(ranks):
 
 
 def test_more_ranks_than_steps_is_refused():
-    with pytest.raises(ConfigError, match="^pp 5: must be at most total_steps, 4"):
+    with pytest.raises(ConfigError, match=r"^pp 5: must be at most total_steps, 4$"):
         RunConfig(total_steps=4).for_ranks(5)
 
 

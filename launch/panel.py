@@ -1,0 +1,32 @@
+"""Widgets for the notebooks. They hold no logic of their own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import ipywidgets as widgets
+from matplotlib.figure import Figure
+
+
+def sliders(draw: Callable[..., Figure], **controls: widgets.Widget) -> widgets.VBox:
+    """Sliders above the figure that `draw(**values)` returns, redrawn when one is moved.
+
+    The figure is an Image widget and not, as with `interact`, an Output widget: while a notebook is executed for a
+    report, nbclient has to play the front end of those, and may wait for ever in it (jupyter/nbclient issue 312).
+    """
+    picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+
+    def redraw(*_: Any) -> None:
+        buffer = io.BytesIO()
+        draw(**{name: control.value for name, control in controls.items()}).savefig(buffer, format="png")
+        picture.value = buffer.getvalue()
+
+    for name, control in controls.items():
+        control.description = control.description or name
+        control.style = {"description_width": "10em"}
+        control.layout = widgets.Layout(width="32em")
+        control.observe(redraw, names="value")
+    redraw()
+    return widgets.VBox([*controls.values(), picture])

@@ -1,0 +1,83 @@
+"""Live views for notebooks, read from event files: what they show last stays in the executed notebook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from html import escape
+from typing import Any
+
+import pandas as pd
+from IPython.display import HTML, display
+
+from launch.job import Job
+from launch.sweep import Sweep
+
+REFRESH_S = 0.5
+FINAL = ("ok", "oom", "failed", "stopped")
+
+
+def watch(job: Job | Sweep) -> Any:
+    """Show the progress of a job or sweep until it ends; returns the result (a sweep: the table).
+
+    Interrupting the cell stops watching, not the job: `launch.attach(run_id)` finds it again.
+    """
+    view = display(HTML(_page(job)), display_id=True)
+    while not _ended(job):
+        time.sleep(REFRESH_S)
+        view.update(HTML(_page(job)))
+    view.update(HTML(_page(job)))
+    return job.wait()
+
+
+def _ended(job: Job | Sweep) -> bool:
+    if isinstance(job, Sweep):
+        return job.progress()["run"] is None
+    return job.status() in FINAL
+
+
+def _page(job: Job | Sweep) -> str:
+    progress = job.progress()
+    if isinstance(job, Sweep):
+        total = progress["num_runs"]
+        head = _bar(job.run_id, progress["runs_finished"] / total, f"{progress['runs_finished']} of {total} runs")
+        run = progress["run"]
+        return head + (_run(run["run_id"], run) if run else f"<p>{escape(progress['status'])}</p>")
+    return _run(job.run_id, progress)
+
+
+def _run(run_id: str, progress: dict[str, Any]) -> str:
+    left = progress["seconds_left"]
+    words = f"{progress['status']}, {progress['samples_finished']} of {progress['num_samples']} samples"
+    if left is not None and progress["status"] == "running":
+        words += f", about {left:.0f} s left"
+    bars = [_bar(run_id, progress["share"], words)]
+    for rank in progress["ranks"]:
+        at = f"sample {rank['sample']}, step {rank['step']}" if rank["step"] is not None else rank["phase"]
+        at = "done" if rank["phase"] == "done" else at
+        bars.append(_bar(f"rank {rank['rank']}", rank["steps_done"] / max(1, rank["steps"]), at))
+    return "".join(bars)
+
+
+def _bar(name: str, share: float, words: str) -> str:
+    return (
+        '<div style="font-family:monospace;font-size:12px;display:flex;gap:8px;align-items:center">'
+        f'<span style="width:24em;overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>'
+        f'<progress value="{share:.3f}" max="1" style="width:16em"></progress><span>{escape(words)}</span></div>'
+    )
+
+
+def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
+    """Latency and bandwidth between two ranks of this machine: bytes, seconds (one way), gb_per_s.
+
+    Raises:
+        RuntimeError: the ranks failed, with the last line they wrote.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "vdpp_core.probe", device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the probe failed: {done.stderr.strip().splitlines()[-1]}")
+    return pd.DataFrame(json.loads(done.stdout.strip().splitlines()[-1]))

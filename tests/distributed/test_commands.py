@@ -1,0 +1,121 @@
+"""The commands, as they are called from a terminal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vdpp_core import RunConfig, runfolder
+
+OF_THE_DOCUMENTS = {
+    "world_size",
+    "total_steps",
+    "steps_per_gpu",
+    "first_sample_time_s",
+    "avg_sample_time_s",
+    "throughput_samples_per_s",
+    "per_sample_times_ms",
+    "peak_memory_gb_per_rank",
+    "max_peak_memory_gb",
+    "fsdp",
+    "latent_shape",
+}
+OURS = {
+    "outcome",
+    "parallel",
+    "makespan_s",
+    "latency_s",
+    "interval_s",
+    "steady_state_samples_per_s",
+    "utilisation_per_rank",
+    "bubble",
+    "handoff_wait_s_per_rank",
+    "predicted",
+}
+
+
+def command(*arguments):
+    line = [sys.executable, "-m", "vdpp_core", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def benchmark_on_7(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmark") / "run"
+    process = command(
+        *("benchmark", "--model", "tiny", "--world-size", 7, "--total-steps", 28, "--num-samples", 3),
+        *("--latent-shape", 1, 4, 2, 4, 4, "--device", "cpu", "--json", "--output-dir", folder),
+    )
+    assert process.returncode == 0, process.stderr
+    return folder, process.stdout
+
+
+def test_simulate_under_torchrun(torchrun, tmp_path):
+    """The line of the user's documents."""
+    line = ["simulate", "--total-steps", "28", "--device", "cpu", "--dtype", "fp32"]
+    process = torchrun(4, *line, "--output-dir", tmp_path / "run")
+    assert process.returncode == 0, process.stderr
+    result = runfolder.read_result(tmp_path / "run")
+    assert (result["outcome"], result["world_size"], result["steps_per_gpu"]) == ("ok", 4, 7)
+    assert (result["dtype"], result["device"], result["backend"]) == ("float32", "cpu", "gloo")
+    for rank, steps in enumerate(("0–6", "7–13", "14–20", "21–27")):
+        assert f"rank {rank}, replica 0: steps {steps} " in process.stdout
+    assert process.stdout.count("final result") == 1
+    assert str(tmp_path / "run") in process.stdout
+
+
+def test_simulate_on_seven_ranks(tmp_path):
+    process = command("simulate", "--world-size", 7, "--total-steps", 28, "--output-dir", tmp_path / "run")
+    assert process.returncode == 0, process.stderr
+    result = runfolder.read_result(tmp_path / "run")
+    assert (result["world_size"], result["steps_per_gpu"], result["steps_per_stage"]) == (7, 4, [4] * 7)
+    assert RunConfig.read(tmp_path / "run").model == "dummy"
+
+
+def test_benchmark_on_seven_ranks(benchmark_on_7):
+    folder, _ = benchmark_on_7
+    result = runfolder.read_result(folder)
+    assert (result["outcome"], result["samples_finished"]) == ("ok", 3)
+    assert (result["world_size"], result["steps_per_gpu"], result["steps_per_stage"]) == (7, 4, [4] * 7)
+    assert len(result["utilisation_per_rank"]) == len(result["peak_memory_gb_per_rank"]) == 7
+    assert len(result["handoff_wait_s_per_rank"]) == 7
+    assert (len(result["latency_s"]), len(result["interval_s"])) == (3, 2)
+    assert 0 < result["bubble"] < 1
+    assert result["makespan_s"] >= max(result["latency_s"])
+    assert result["makespan_s"] == pytest.approx(result["first_sample_time_s"] + sum(result["interval_s"]))
+    assert result["samples_per_s"] == pytest.approx(3 / result["makespan_s"])
+
+
+def test_json(benchmark_on_7):
+    folder, stdout = benchmark_on_7
+    printed = json.loads(stdout)
+    assert printed == runfolder.read_result(folder)
+    assert set(printed) >= OF_THE_DOCUMENTS | OURS
+    assert printed["latent_shape"] == [1, 4, 2, 4, 4]
+    assert printed["parallel"] == {"dp": 1, "pp": 7}
+    of_the_schedule = OF_THE_DOCUMENTS & set(printed["predicted"])
+    assert of_the_schedule >= {"first_sample_time_s", "avg_sample_time_s", "throughput_samples_per_s"}
+    assert {"makespan_s", "latency_s", "interval_s", "utilisation_per_rank", "bubble"} <= set(printed["predicted"])
+
+
+def test_warm_up_is_before_the_clock(benchmark_on_7):
+    folder, _ = benchmark_on_7
+    events = runfolder.read_events(folder)
+    assert RunConfig.read(folder).warmup_samples == 1
+    clocks = [event["t"] for event in events if event["kind"] == "clock"]
+    warm = [event["t"] for event in events if event["kind"] == "step" and event["sample"] < 0]
+    timed = [event["t"] for event in events if event["kind"] == "step" and event["sample"] >= 0]
+    assert (len(clocks), len(warm), len(timed)) == (7, 28, 3 * 28)
+    assert max(warm) < min(clocks)
+    assert max(clocks) < min(timed)
+
+
+def test_a_mistake_under_torchrun_is_said_once(torchrun, tmp_path):
+    process = torchrun(2, "simulate", "--total-steps", 1, "--output-dir", tmp_path / "run")
+    assert process.returncode != 0
+    said = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert said == ["error: --pp 2: must be at most total_steps, 1"]
+    assert not (tmp_path / "run").exists()

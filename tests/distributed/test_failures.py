@@ -1,0 +1,154 @@
+"""Bad ends under plain torchrun: the run ends soon, says who was first and where, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from vdpp_core import Parallel, RunConfig, runfolder
+from vdpp_core.config import MODELS
+
+LONG = {"total_steps": 8, "num_samples": 5000, "num_frames": 5, "save_latents": True, "threads": 1}
+
+
+@pytest.fixture
+def long_run(tmp_path):
+    """The folder of a run on two stages that would take minutes."""
+
+    def create(**arguments):
+        config = RunConfig(output_dir=tmp_path / "run", parallel=Parallel(pp=2), **LONG | arguments)
+        return runfolder.create(config)
+
+    return create
+
+
+def start_of(folder, rank):
+    return next(event for event in runfolder.read_events(folder) if (event["rank"], event["kind"]) == (rank, "start"))
+
+
+def some_are_finished(folder, number=3):
+    return lambda: sum(event["kind"] == "sample" for event in runfolder.read_events(folder)) >= number
+
+
+def assert_where_it_was(folder, failure, rank):
+    """Sample and step of a failure are those at which the rank's own events stop."""
+    stages = RunConfig.read(folder).stages()
+    own = [event for event in runfolder.read_events(folder) if event["rank"] == rank]
+    last = [event for event in own if event["kind"] in ("take", "step")][-1]
+    expected = stages[rank][0] if last["kind"] == "take" else min(last["step"] + 1, stages[rank][-1])
+    assert (failure["rank"], failure["sample"], failure["step"]) == (rank, last["sample"], expected)
+
+
+def assert_what_is_finished_is_whole(folder):
+    config = RunConfig.read(folder)
+    finished = [event["sample"] for event in runfolder.read_events(folder) if event["kind"] == "sample"]
+    assert len(finished) >= 3
+    assert runfolder.read_result(folder)["samples_finished"] == len(finished)
+    for sample in finished:
+        latents = runfolder.load_latents(folder, sample)
+        assert latents.shape == config.shape
+        assert torch.isfinite(latents).all()
+
+
+def assert_no_rank_is_left(folder, ranks=2):
+    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
+    assert len(starts) == ranks
+    assert [start["rank"] for start in starts if runfolder.is_rank(start)] == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed(rank, long_run, torchrun_in_background, wait_until):
+    folder = long_run()
+    with torchrun_in_background(2, "run", folder) as process:
+        wait_until(some_are_finished(folder), 60)
+        os.kill(start_of(folder, rank)["pid"], signal.SIGKILL)
+        assert process.wait(15) != 0
+        assert_no_rank_is_left(folder)
+    result = runfolder.read_result(folder)
+    assert result["outcome"] == "failed"
+    assert "killed" in result["failure"]["cause"]
+    assert_where_it_was(folder, result["failure"], rank)
+    assert_what_is_finished_is_whole(folder)
+
+
+def test_torchrun_itself_is_killed(long_run, torchrun_in_background, wait_until):
+    folder = long_run()
+    with torchrun_in_background(2, "run", folder) as process:
+        wait_until(some_are_finished(folder), 60)
+        starts = [start_of(folder, rank) for rank in range(2)]
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(runfolder.is_rank(start) for start in starts), 15)
+    result = runfolder.read_result(folder)
+    assert result["outcome"] == "stopped"
+    assert_what_is_finished_is_whole(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_is_told_to_end(number, long_run, torchrun_in_background, wait_until):
+    folder = long_run()
+    with torchrun_in_background(2, "run", folder) as process:
+        wait_until(some_are_finished(folder), 60)
+        process.send_signal(number)
+        process.wait(15)
+        assert_no_rank_is_left(folder)
+    result = runfolder.read_result(folder)
+    assert result["outcome"] == "stopped"
+    assert "failure" not in result
+    assert_what_is_finished_is_whole(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_stands_still(rank, long_run, torchrun_in_background, wait_until):
+    folder = long_run(timeout_s=5)
+    with torchrun_in_background(2, "run", folder):
+        wait_until(some_are_finished(folder), 60)
+        stopped = start_of(folder, rank)["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            result = wait_until(lambda: runfolder.read_result(folder), 30)
+            assert time.monotonic() - began > 4  # not before the time it was given
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+    assert result["outcome"] == "failed"
+    assert "timeout_s" in result["failure"]["cause"]
+    assert_where_it_was(folder, result["failure"], rank)
+    assert_what_is_finished_is_whole(folder)
+
+
+def test_a_rank_that_raises_in_the_middle(long_run, torchrun_in_background, wait_until):
+    """Its disk is taken away: the folder that finished latents are written to."""
+    folder = long_run()
+    with torchrun_in_background(2, "run", folder) as process:
+        wait_until(some_are_finished(folder), 60)
+        (folder / "latents").rename(folder / "moved away")
+        assert process.wait(15) != 0
+        assert_no_rank_is_left(folder)
+    result = runfolder.read_result(folder)
+    assert result["outcome"] == "failed"
+    assert_where_it_was(folder, result["failure"], 1)
+    assert "No such file or directory" in result["failure"]["cause"]
+
+
+def test_weights_that_are_cut_off(tmp_path, torchrun):
+    pipeline = Path(shutil.copytree(MODELS["tiny"], tmp_path / "pipeline"))
+    weights = pipeline / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    config = RunConfig(model_id=str(pipeline), total_steps=4, latent_shape=(1, 4, 2, 8, 8), output_dir=tmp_path / "run")
+    folder = runfolder.create(config.for_ranks(2))
+    began = time.monotonic()
+    process = torchrun(2, "run", folder)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 60
+    result = runfolder.read_result(folder)
+    assert result["outcome"] == "failed"
+    assert "afetensor" in result["failure"]["cause"]
+    assert not result["failure"]["cause"].startswith("LostRankError")
+    assert_no_rank_is_left(folder)

@@ -1,0 +1,88 @@
+"""Every way of splitting steps and samples over ranks gives the official pipeline's latents, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from vdpp_core import RunConfig, runfolder
+
+QUICK = {"total_steps": 7, "num_frames": 5}
+CASES = {  # name: (ranks, arguments); all cases with the same number of ranks share one call of torchrun
+    f"{stages} stages, {steps} steps, {samples} samples": (
+        stages,
+        {"total_steps": steps, "num_samples": samples, "num_frames": 5 if steps == 7 else 14},
+    )
+    for stages in (1, 2, 3, 4)
+    for steps in (7, 25)
+    for samples in (1, 3)
+} | {
+    "2 replicas": (2, QUICK | {"parallel": {"dp": 2}, "num_samples": 3}),
+    "2 replicas of 2 stages": (4, QUICK | {"parallel": {"dp": 2, "pp": 2}, "num_samples": 5}),
+    "more replicas than samples": (2, QUICK | {"parallel": {"dp": 2}, "num_samples": 1}),
+    "more replicas of stages than samples": (4, QUICK | {"parallel": {"dp": 2, "pp": 2}, "num_samples": 1}),
+    "uneven stages": (3, QUICK | {"stage_weights": (1, 4, 2), "num_samples": 2}),
+    "stages of one step": (4, QUICK | {"total_steps": 4, "num_samples": 2}),
+    "latents of odd height": (3, QUICK | {"height": 72, "width": 128, "num_samples": 2}),
+    "batch of 2": (2, {"total_steps": 7, "latent_shape": (2, 4, 5, 8, 8), "num_samples": 2}),
+    "without guidance": (2, QUICK | {"guidance_scale": 1.0, "num_samples": 2}),
+    "after warm-up samples": (2, QUICK | {"warmup_samples": 2, "num_samples": 2}),
+    "another image": (2, QUICK | {"image": "other", "num_samples": 2}),
+    "the first image again": (2, QUICK | {"num_samples": 2}),
+    "half precision": (2, QUICK | {"dtype": "bf16", "num_samples": 2}),
+}
+
+
+@pytest.fixture(scope="session")
+def run_folders(torchrun, other_image, tmp_path_factory):
+    """run_folders(ranks): the run folders of all cases for so many ranks, run in one call of torchrun."""
+
+    @functools.cache
+    def run(ranks):
+        root, folders = tmp_path_factory.mktemp(f"ranks-{ranks}"), {}
+        for number, (name, (needed, arguments)) in enumerate(CASES.items()):
+            if needed == ranks:
+                image = other_image if arguments.get("image") == "other" else None
+                config = RunConfig(command="generate", threads=1, **arguments | {"image": image})
+                folders[name] = runfolder.create(config.replace(output_dir=root / str(number)).for_ranks(ranks))
+        process = torchrun(ranks, "run", *folders.values())
+        assert process.returncode == 0, process.stderr
+        return folders
+
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: CASES[name][0]))
+def test_latents_are_those_of_the_official_pipeline(name, run_folders, official):
+    folder = run_folders(CASES[name][0])[name]
+    config, result = RunConfig.read(folder), runfolder.read_result(folder)
+    assert (result["outcome"], result["samples_finished"]) == ("ok", config.num_samples)
+    assert len(list((folder / "latents").iterdir())) == config.num_samples
+    for sample in range(config.num_samples):
+        latents = runfolder.load_latents(folder, sample)
+        assert latents.shape == config.shape
+        assert torch.equal(latents, official(config, sample)), f"sample {sample}"
+
+
+@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: CASES[name][0]))
+def test_each_step_of_each_sample_runs_once_and_in_order(name, run_folders):
+    folder = run_folders(CASES[name][0])[name]
+    config, events = RunConfig.read(folder), runfolder.read_events(folder)
+    layout = config.layout
+    for sample in range(config.num_samples):
+        steps = [event for event in events if event["kind"] == "step" and event["sample"] == sample]
+        assert [event["step"] for event in steps] == list(range(config.total_steps))
+        replica = sample % layout.dp
+        for event in steps:
+            assert event["step"] in config.stages()[layout.coordinates(event["rank"])[1]]
+            assert layout.coordinates(event["rank"])[0] == replica
+    warm = sum(event["kind"] == "step" and event["sample"] < 0 for event in events)
+    replicas_at_work = min(layout.dp, config.num_samples)
+    assert warm == config.warmup_samples * config.total_steps * replicas_at_work
+    for rank in range(layout.world_size):
+        kinds = [event["kind"] for event in events if event["rank"] == rank]
+        assert kinds[0] == "start"
+        assert kinds[-1] == "done"
+        assert kinds.count("clock") == 1

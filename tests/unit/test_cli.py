@@ -1,0 +1,182 @@
+"""The command line: every flag, and one line where something is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vdpp_core import ConfigError, Parallel, RunConfig, cli
+from vdpp_core.__main__ import main
+from vdpp_core.config import EXAMPLE_IMAGE
+
+
+def parse(line, ranks=1):
+    parser = cli.OneLineParser()
+    cli.add_run_commands(parser)
+    return cli.run_config(parser.parse_args(line.split()), ranks)
+
+
+def test_defaults_of_each_command():
+    for command in ("simulate", "benchmark", "generate"):
+        assert parse(command) == RunConfig(command=command).for_ranks(1)
+
+
+def test_the_flags_of_the_documents():
+    config = parse(
+        "benchmark --total-steps 28 --latent-shape 1 4 14 40 72 --num-samples 14 --warmup-samples 7"
+        " --guidance-scale 2.5 --model svd --model-id some/model --fps 8 --motion-bucket-id 100 --seed 42"
+        " --dtype fp16 --device cuda --backend nccl --enable-memory-opt"
+    )
+    assert config == RunConfig(
+        command="benchmark",
+        total_steps=28,
+        latent_shape=(1, 4, 14, 40, 72),
+        num_samples=14,
+        warmup_samples=7,
+        guidance_scale=2.5,
+        model="svd",
+        model_id="some/model",
+        fps=8,
+        motion_bucket_id=100,
+        seed=42,
+        dtype="fp16",
+        device="cuda",
+        backend="nccl",
+        enable_memory_opt=True,
+        parallel=Parallel(),
+    )
+
+
+def test_our_own_flags():
+    config = parse(
+        "generate --num-frames 5 --height 72 --width 128 --min-guidance-scale 1.5 --noise-aug-strength 0.1 --threads 2"
+        f" --timeout-s 9 --image {EXAMPLE_IMAGE} --output-dir /tmp/somewhere --no-save-latents"
+    )
+    assert config.shape == (1, 4, 5, 9, 16)
+    assert (config.min_guidance_scale, config.noise_aug_strength, config.threads) == (1.5, 0.1, 2)
+    assert (config.timeout_s, config.image, config.output_dir) == (9.0, EXAMPLE_IMAGE, Path("/tmp/somewhere"))
+    assert config.save_latents is False
+    assert parse("generate").save_latents is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "layout"),
+    [
+        ("", 1, Parallel()),
+        ("", 4, Parallel(pp=4)),
+        ("--dp 4", 4, Parallel(dp=4)),
+        ("--dp 2", 4, Parallel(dp=2, pp=2)),
+        ("--pp 4", 4, Parallel(pp=4)),
+        ("--dp 2 --pp 3", 6, Parallel(dp=2, pp=3)),
+    ],
+)
+def test_layouts(flags, ranks, layout):
+    assert parse(f"benchmark {flags}", ranks).parallel == layout
+
+
+def test_weights():
+    assert [len(steps) for steps in parse("benchmark --stage-weights 3 1", 2).stages()] == [21, 7]
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "said"),
+    [
+        ("benchmark --total-steps 0", 1, "--total-steps 0: must be greater than or equal to 1"),
+        ("benchmark --total-steps many", 1, "--total-steps many: must be a valid integer"),
+        ("benchmark --total-steps 3", 4, "--pp 4: must be at most total_steps, 3"),
+        ("benchmark --dp 3", 4, "--pp 1: dp × pp = 3 × 1 must be the ranks, 4"),
+        ("benchmark --pp 3", 4, "--pp 3: dp × pp = 1 × 3 must be the ranks, 4"),
+        ("benchmark --dp 0", 1, "--dp 0: must be greater than or equal to 1"),
+        ("benchmark --dp two", 1, "--dp two: must be a valid integer"),
+        ("benchmark --pp x", 1, "--pp x: must be a valid integer"),
+        ("benchmark --latent-shape 1 4 14 8", 1, "--latent-shape 1 4 14 8: must be five whole numbers B C F H W"),
+        ("benchmark --latent-shape 1 4 14 8 x", 1, "--latent-shape 1 4 14 8 x: must be five whole numbers"),
+        ("benchmark --latent-shape 1 4 5 8 8 --height 64", 1, "--latent-shape 1 4 5 8 8: give it or num_frames"),
+        ("benchmark --height 100", 1, "--height 100: must be a multiple of 8"),
+        ("benchmark --num-samples 0", 1, "--num-samples 0: must be greater"),
+        ("benchmark --warmup-samples=-1", 1, "--warmup-samples -1: must be greater"),
+        ("benchmark --model sdxl", 1, "--model sdxl: must be 'dummy', 'tiny' or 'svd'"),
+        ("benchmark --guidance-scale nan", 1, "--guidance-scale nan: must be a finite number"),
+        ("benchmark --motion-bucket-id 256", 1, "--motion-bucket-id 256: must be less than or equal to 255"),
+        ("benchmark --stage-weights 1 2 3", 2, "--stage-weights 1.0 2.0 3.0: must be 2 positive numbers"),
+        ("generate --model dummy", 1, "--model dummy: has no image encoders"),
+        ("generate --random-weights", 1, "--model tiny: has no image encoders"),
+    ],
+)
+def test_what_cannot_be_is_said_with_flag_and_value(line, ranks, said):
+    with pytest.raises(ConfigError) as caught:
+        parse(line, ranks)
+    assert caught.value.as_flag().startswith(said)
+    assert "\n" not in caught.value.as_flag()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "COMMAND"),
+        ("dream", "'dream'"),
+        ("benchmark --steps 3", "--steps 3"),
+        ("benchmark --total 3", "--total 3"),  # no abbreviations
+        ("benchmark --total-steps", "--total-steps: expected one argument"),
+        ("benchmark extra", "extra"),
+    ],
+)
+def test_what_the_parser_does_not_know(line, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(line)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+    assert printed.out == ""
+
+
+def assert_one_line(said, stdout, stderr, folder):
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert said in stderr
+    assert stdout == ""
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("benchmark --total-steps 0", "--total-steps 0: must be greater than or equal to 1"),
+        ("benchmark --steps 3", "--steps 3"),
+        ("simulate --world-size 5 --total-steps 4", "--pp 5: must be at most total_steps, 4"),
+        ("simulate --world-size 0", "--world-size 0: "),
+        ("generate --image nowhere.png", "--image nowhere.png: must be a readable image file"),
+        ("run nowhere", "nowhere"),
+    ],
+)
+def test_a_mistake_costs_one_line_and_leaves_nothing(line, said, tmp_path):
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "vdpp_core", *line.split()]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2
+    assert_one_line(said, process.stdout, process.stderr, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("benchmark --latent-shape 1 4 14 8", "--latent-shape 1 4 14 8: "),
+        ("simulate --world-size two", "--world-size two: "),
+        ("simulate --world-size -2", "-2"),
+        ("simulate --world-size 4 --dp 3", "dp × pp = 3 × 1 must be the ranks, 4"),
+        ("benchmark --model-id ./nowhere", "--model-id ./nowhere: "),
+        ("benchmark --device cpu --backend nccl", "--backend nccl: "),
+        ("benchmark --output-dir file/run", "--output-dir "),
+        ("run", "folder"),
+    ],
+)
+def test_a_mistake_in_this_process(line, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 2
+    assert_one_line(said, *capsys.readouterr(), tmp_path)

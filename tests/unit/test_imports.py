@@ -1,0 +1,163 @@
+"""Imports run one way, and importing starts nothing."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("vdpp_core", "launch")
+
+# Each module imports only from its own line and those above. A new module gets its place here.
+LAYERS = [
+    {"vdpp_core.config", "vdpp_core.steps"},
+    {
+        "vdpp_core.machine",
+        "vdpp_core.measure",
+        "vdpp_core.media",
+        "vdpp_core.mesh",
+        "vdpp_core.unets",
+        "vdpp_core.unets.dummy",
+        "vdpp_core.unets.svd",
+        "vdpp_core.cli",
+        "vdpp_core.runfolder",
+        "vdpp_core.schedule",
+    },
+    {
+        "vdpp_core.conditioning",
+        "vdpp_core.denoise",
+        "vdpp_core.handoff",
+        "vdpp_core.probe",
+        "vdpp_core.results",
+        "vdpp_core.tables",
+        "vdpp_core.plots",
+        "vdpp_core.assets.make",
+    },
+    {"vdpp_core.guard"},
+    {"vdpp_core.engine"},
+    {"vdpp_core.__main__"},
+]
+WITHOUT_RANKS = {"cli", "config", "machine", "plots", "results", "runfolder", "schedule", "steps", "tables"}
+OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh")}
+
+
+class Import(NamedTuple):
+    module: str
+    on_import: bool  # not in a function
+    for_types: bool  # under TYPE_CHECKING
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+SOURCES = {name_of(path): path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+
+
+def imports_of(name):
+    found = []
+
+    def visit(node, on_import=True, for_types=False):
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, on_import, for_types) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                module = inner if inner in SOURCES or node.module == "torch" else node.module
+                found.append(Import(module, on_import, for_types))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                visit(child, on_import, True)
+            for child in node.orelse:
+                visit(child, on_import, for_types)
+        else:
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                visit(child, on_import and not inside, for_types)
+
+    visit(ast.parse(SOURCES[name].read_text()))
+    return found
+
+
+IMPORTS = {name: imports_of(name) for name in SOURCES}
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+
+def test_the_reader_of_imports_reads_them():
+    assert Import("vdpp_core.steps", True, False) in IMPORTS["vdpp_core.config"]
+    assert Import("torch.distributed.device_mesh", True, True) in IMPORTS["vdpp_core.config"]
+    assert Import("torch.distributed.device_mesh", False, False) in IMPORTS["vdpp_core.config"]
+    assert Import("vdpp_core.machine", True, False) in IMPORTS["vdpp_core.engine"]
+    assert Import("torch.distributed", True, False) in IMPORTS["vdpp_core.mesh"]
+
+
+def test_every_module_of_the_core_has_its_place():
+    packages = {"vdpp_core", "vdpp_core.assets"}  # their __init__ holds nothing or only names from below
+    assert {name for name in SOURCES if name.startswith("vdpp_core")} == packages | set(LAYER)
+
+
+def test_the_core_imports_downwards():
+    upwards = [
+        f"{name} imports {used.module}"
+        for name in LAYER
+        for used in IMPORTS[name]
+        if LAYER.get(used.module, -1) > LAYER[name]
+    ]
+    assert upwards == []
+    assert {used.module for used in IMPORTS["vdpp_core"]} <= LAYERS[0]
+    assert [used.module for used in IMPORTS["vdpp_core.assets"]] == []
+
+
+def test_nothing_goes_round():
+    graph = {
+        name: {used.module for used in found if used.module in SOURCES and used.on_import and not used.for_types}
+        for name, found in IMPORTS.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_RANKS))
+def test_what_reads_results_needs_no_ranks(name):
+    found = IMPORTS[f"vdpp_core.{name}"]
+    assert not OF_A_RANK & {used.module for used in found}
+    distributed = [used for used in found if used.module.startswith("torch.distributed") and not used.for_types]
+    if name == "config":  # Parallel builds the mesh, when asked to
+        assert distributed == [Import("torch.distributed.device_mesh", False, False)]
+    else:
+        assert distributed == []
+
+
+def test_plots_draw_what_they_are_given():
+    ours = {used.module for used in IMPORTS["vdpp_core.plots"] if used.module.startswith(PACKAGES)}
+    assert ours <= {f"vdpp_core.{name}" for name in ("config", "results", "runfolder", "schedule", "tables")}
+
+
+def test_launch_starts_ranks_and_is_none():
+    used = {used.module for name, found in IMPORTS.items() if name.startswith("launch") for used in found}
+    assert not OF_A_RANK & used
+
+
+def test_the_core_knows_nothing_of_those_who_use_it():
+    for name, found in IMPORTS.items():
+        above = {"notebooks", "tests"} | ({"launch"} if name.startswith("vdpp_core") else set())
+        assert not {used.module.partition(".")[0] for used in found} & above, name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_starts_nothing(package):
+    program = f"""
+import sys, {package}
+print(*sorted(name for name in sys.modules if name.startswith("vdpp_core.")))
+import torch.distributed
+print(torch.distributed.is_initialized())
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    ours, initialised = process.stdout.splitlines()
+    assert initialised == "False"
+    assert "vdpp_core.config" in ours.split()
+    assert not OF_A_RANK & set(ours.split())

@@ -1,0 +1,255 @@
+"""What is asked before any rank starts: can this machine, with these files, do the run?"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from PIL import Image
+
+from vdpp_core import ConfigError, RunConfig, machine, runfolder
+from vdpp_core.config import EXAMPLE_IMAGE, MODELS
+from vdpp_core.media import read_image
+
+
+def answer(config, local_ranks=1):
+    """The one line with which the machine refuses."""
+    with pytest.raises(ConfigError) as caught:
+        machine.check(config.for_ranks(local_ranks), local_ranks)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.fixture
+def pipeline_folder(tmp_path):
+    return Path(shutil.copytree(MODELS["tiny"], tmp_path / "pipeline"))
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("command", ["simulate", "benchmark", "generate"])
+def test_what_the_package_carries_can_be_run(command):
+    machine.check(RunConfig(command=command, device="cpu").for_ranks(2), local_ranks=2)
+
+
+def test_nccl_on_a_cpu():
+    assert answer(RunConfig(device="cpu", backend="nccl")).startswith(
+        "backend nccl: needs CUDA devices; on cpu use gloo"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_cuda_without_cuda(device):
+    assert answer(RunConfig(device=device)) == f"device {device}: no CUDA device here: use cpu or auto"
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is an Apple GPU here")
+def test_mps_without_an_apple_gpu():
+    assert answer(RunConfig(device="mps")) == "device mps: no Apple GPU here: use cpu or auto"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_where_the_cpu_cannot(dtype, monkeypatch):
+    def conv3d(*_, **__):
+        raise RuntimeError('"slow_conv3d" not implemented for this type\nmore')
+
+    monkeypatch.setattr(torch.nn.functional, "conv3d", conv3d)
+    line = answer(RunConfig(device="cpu", dtype=dtype))
+    assert line.startswith(f"dtype {dtype}: must be fp32, this CPU cannot")
+    assert "slow_conv3d" in line
+    machine.check(RunConfig(device="cpu", dtype="fp32").for_ranks(1), local_ranks=1)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_where_the_cpu_can(dtype):
+    values, weights = (torch.ones(shape, dtype=machine.DTYPES[dtype]) for shape in ((1, 1, 3, 2, 2), (1, 1, 3, 1, 1)))
+    torch.nn.functional.conv3d(values, weights)  # if this machine can do that, nothing may be refused
+    machine.check(RunConfig(device="cpu", dtype=dtype).for_ranks(1), local_ranks=1)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all"])
+def test_a_folder_that_is_missing(name):
+    assert answer(RunConfig(model_id=name)).startswith(f"model_id {name}: must be a pipeline's folder")
+
+
+def test_a_file_is_no_folder():
+    assert answer(RunConfig(model_id=str(EXAMPLE_IMAGE))).startswith(f"model_id {EXAMPLE_IMAGE}: must be a pipeline's")
+
+
+def test_a_folder_without_a_unet(pipeline_folder):
+    shutil.rmtree(pipeline_folder / "unet")
+    for random_weights in (False, True):
+        config = RunConfig(model_id=str(pipeline_folder), random_weights=random_weights)
+        assert answer(config).startswith(f"model_id {pipeline_folder}: must be a pipeline's folder")
+
+
+def test_a_folder_without_weights(pipeline_folder):
+    (pipeline_folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    line = answer(RunConfig(model_id=str(pipeline_folder)))
+    assert line == f"model_id {pipeline_folder}: must be a pipeline's folder with unet/*.safetensors"
+    machine.check(RunConfig(model_id=str(pipeline_folder), random_weights=True).for_ranks(1), local_ranks=1)
+
+
+def test_a_unet_of_another_class(pipeline_folder):
+    change(pipeline_folder / "unet" / "config.json", _class_name="UNet2DConditionModel")
+    line = answer(RunConfig(model_id=str(pipeline_folder)))
+    assert "must have a UNetSpatioTemporalConditionModel, not a UNet2DConditionModel, in unet/config.json" in line
+
+
+def test_a_scheduler_that_remembers_steps(pipeline_folder):
+    change(pipeline_folder / "scheduler" / "scheduler_config.json", _class_name="DPMSolverMultistepScheduler")
+    line = answer(RunConfig(model_id=str(pipeline_folder)))
+    assert "must have a EulerDiscreteScheduler, not a DPMSolverMultistepScheduler" in line
+
+
+def test_a_folder_without_a_scheduler(pipeline_folder):
+    shutil.rmtree(pipeline_folder / "scheduler")
+    assert "it has no scheduler/scheduler_config.json" in answer(RunConfig(model_id=str(pipeline_folder)))
+
+
+@pytest.mark.parametrize("name", ["unet/config.json", "scheduler/scheduler_config.json"])
+def test_settings_that_are_cut_off(name, pipeline_folder):
+    text = (pipeline_folder / name).read_text()
+    (pipeline_folder / name).write_text(text[: len(text) // 2])
+    line = answer(RunConfig(model_id=str(pipeline_folder)))
+    assert line.startswith(f"model_id {pipeline_folder}: ")
+    assert name in line
+
+
+def ask_hub(tmp_path, *arguments, **environment):
+    """The command line with an empty hub cache -> (its one line, seconds)."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    began = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-m", "vdpp_core", "benchmark", "--model", "svd", "--device", "cpu", *arguments],
+        env=inherited | {"HF_HOME": str(tmp_path / "hub")} | environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    seconds = time.monotonic() - began
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: --model")
+    assert process.stderr.count("\n") == 1
+    return process.stderr, seconds
+
+
+@pytest.mark.parametrize("unreachable", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}], ids=str)
+def test_a_hub_model_while_offline(unreachable, tmp_path):
+    line, seconds = ask_hub(tmp_path, **unreachable)
+    assert "cannot be reached" in line
+    assert "hf auth login" in line
+    assert "pass a folder with --model-id" in line
+    assert seconds < 15
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (403, "GatedRepo", "accept its licence on the hub, then log in with `hf auth login`"),
+        (401, "RepoNotFound", "no such model on the hub; if it is private, log in with `hf auth login`"),
+        (404, "EntryNotFound", "must be a Stable Video Diffusion, it has no unet/config.json"),
+    ],
+)
+def test_what_the_hub_answers(status, code, said, tmp_path):
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        line, _ = ask_hub(tmp_path, "--model-id", "some/model", HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert line.startswith("error: --model-id some/model: ")
+    assert said in line
+
+
+def test_random_weights_of_the_published_model_need_no_hub():
+    machine.check(RunConfig(model="svd", random_weights=True, device="cpu").for_ranks(1), local_ranks=1)
+
+
+@pytest.fixture
+def bad_images(tmp_path):
+    (tmp_path / "text.png").write_text("not an image")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "whole.jpg")
+    whole = (tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    png = EXAMPLE_IMAGE.read_bytes()
+    (tmp_path / "cut.png").write_bytes(png[: len(png) // 2])
+    (tmp_path / "empty.png").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["missing.png", "text.png", "cut.jpg", "cut.png", "empty.png", "."])
+def test_an_image_that_cannot_be_read(name, bad_images):
+    path = bad_images / name
+    for command in ("generate", "benchmark"):
+        line = answer(RunConfig(command=command, image=path))
+        assert line.startswith(f"image {path}: must be a readable image file")
+
+
+def test_images_come_upright_and_in_colour(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90°
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(tmp_path / "turned.jpg").size == (20, 30)
+    for mode in ("L", "RGBA", "P"):
+        Image.new(mode, (4, 4)).save(tmp_path / f"{mode}.png")
+        assert read_image(tmp_path / f"{mode}.png").mode == "RGB"
+
+
+def test_a_run_folder_is_made_once(tmp_path):
+    config = RunConfig(output_dir=tmp_path / "a" / "run").for_ranks(1)
+    folder = runfolder.create(config)
+    assert RunConfig.read(folder) == config
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "events", "latents", "logs"]
+    before = (folder / "config.json").read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        runfolder.create(config.replace(total_steps=3))
+    assert str(caught.value) == f"output_dir {folder}: exists already: name a new folder"
+    assert (folder / "config.json").read_bytes() == before
+
+
+def test_an_empty_folder_will_do(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert runfolder.create(RunConfig(output_dir=tmp_path / "empty")) == tmp_path / "empty"
+
+
+def test_a_run_folder_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=rf"^output_dir {place}: ") as caught:
+            runfolder.create(RunConfig(output_dir=place))
+        assert "\n" not in str(caught.value)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_runs_made_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [runfolder.create(RunConfig().for_ranks(1)) for _ in range(5)]
+    assert len(set(folders)) == 5
+    assert {folder.parent for folder in folders} == {tmp_path / "runs"}
+
+
+def test_runs_of_the_clone_are_kept_at_its_top(monkeypatch):
+    clone = Path(__file__).parents[2]
+    monkeypatch.chdir(clone / "tests" / "unit")
+    assert runfolder.runs_root() == clone / "runs"

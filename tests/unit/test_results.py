@@ -1,0 +1,360 @@
+"""A run folder written by hand -> its result, its progress, and the first cause of a bad end."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from vdpp_core import Parallel, RunConfig, results, runfolder, tables
+
+FACTS = {"device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
+MEMORY = {"allocated_gb": 0.5, "resident_gb": 1.5}
+
+
+def process_facts(process):
+    return {"pid": process.pid, "created": process.create_time(), "host": socket.gethostname()}
+
+
+HERE = process_facts(psutil.Process())
+
+
+@pytest.fixture(scope="module")
+def gone():
+    """A process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    facts = process_facts(psutil.Process(child.pid))
+    child.communicate(b"\n")
+    return facts
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two stages of two steps, two samples, a step takes 1 s."""
+    config = RunConfig(total_steps=4, num_samples=2, parallel=Parallel(pp=2), output_dir=tmp_path / "run")
+    return runfolder.create(config)
+
+
+def start(rank, process=HERE):
+    steps = [0, 2] if rank == 0 else [2, 4]
+    return [
+        (90.0, "start", FACTS | process | {"steps": steps}),
+        (95.0, "loaded", {}),
+        (96.0, "warm", {"seconds": 0.5}),
+        (100.0 + rank / 100, "clock", {}),
+    ]
+
+
+def stage(rank, sample, begin, waited=0.0):
+    """A sample on a stage: taken up, and two steps of 1 s."""
+    first = 2 * rank
+    return [
+        (begin, "take", {"sample": sample, "seconds": waited}),
+        (begin + 1, "step", {"sample": sample, "step": first, "seconds": 1.0}),
+        (begin + 2, "step", {"sample": sample, "step": first + 1, "seconds": 1.0}),
+    ]
+
+
+RANK_0 = [
+    *stage(0, 0, 100.0),
+    (102.0, "send", {"sample": 0, "seconds": 0.0}),
+    *stage(0, 1, 102.0),
+    (104.5, "send", {"sample": 1, "seconds": 0.5}),
+]
+RANK_1 = [
+    *stage(1, 0, 102.0, waited=2.0),
+    (104.0, "sample", {"sample": 0}),
+    *stage(1, 1, 105.0, waited=1.0),
+    (107.0, "sample", {"sample": 1}),
+]
+
+
+def done(t):
+    return t, "done", {"memory": MEMORY}
+
+
+@pytest.fixture
+def finished(folder, write_events):
+    write_events(folder, 0, *start(0), *RANK_0, done(104.6))
+    write_events(folder, 1, *start(1), *RANK_1, done(107.1))
+    return folder
+
+
+def test_a_normal_end(finished):
+    result = results.write(finished, "ok")
+    assert result["outcome"] == "ok"
+    assert "failure" not in result
+    assert result["samples_finished"] == 2
+    assert result["makespan_s"] == pytest.approx(7.0)
+    assert result["first_sample_time_s"] == pytest.approx(4.0)
+    assert result["latency_s"] == pytest.approx([4.0, 5.0])
+    assert result["interval_s"] == pytest.approx([3.0])
+    assert result["utilisation_per_rank"] == pytest.approx([4 / 7, 4 / 7])
+    assert result["bubble"] == pytest.approx(3 / 7)
+    assert result["handoff_wait_s_per_rank"] == pytest.approx([0.5, 3.0])
+    assert result["steady_handoff_wait_share_per_rank"] == pytest.approx([0.25, 0.5])
+    assert result["peak_memory_gb_per_rank"] == [0.5, 0.5]
+    assert result["max_peak_memory_gb"] == 0.5
+    assert (result["world_size"], result["parallel"]) == (2, {"dp": 1, "pp": 2})
+    assert (result["total_steps"], result["steps_per_gpu"], result["steps_per_stage"]) == (4, 2, [2, 2])
+    assert result["latent_shape"] == [1, 4, 14, 8, 8]
+    assert result["predicted"]["step_s_per_stage"] == [0.5, 0.5]
+    assert result["predicted"]["makespan_s"] == pytest.approx(3.0)
+    assert json.loads((finished / "result.json").read_text()) == result
+    assert [path.name for path in finished.iterdir() if path.name.startswith(".")] == []
+
+
+def test_measured_and_predicted_numbers_have_the_same_keys(finished):
+    result = results.summarise(finished)
+    assert set(result["predicted"]) - {"step_s_per_stage"} <= set(result)
+
+
+def test_warm_up_samples_are_not_samples(folder, write_events):
+    def warm_up(rank, begin):
+        return [(t, kind, facts | {"sample": -1, "seconds": 0.2}) for t, kind, facts in stage(rank, 0, begin)]
+
+    write_events(folder, 0, *start(0)[:3], *warm_up(0, 96.0), start(0)[3], *RANK_0, done(104.6))
+    write_events(folder, 1, *start(1)[:3], *warm_up(1, 97.0), start(1)[3], *RANK_1, done(107.1))
+    result = results.summarise(folder)
+    assert result["samples_finished"] == 2
+    assert result["makespan_s"] == pytest.approx(7.0)
+    assert result["latency_s"] == pytest.approx([4.0, 5.0])
+    assert result["handoff_wait_s_per_rank"] == pytest.approx([0.5, 3.0])
+    assert result["predicted"]["step_s_per_stage"] == [0.2, 0.2]  # from the warm-up samples, not the warm-up step
+    progress = results.progress(folder)
+    assert [rank["steps_done"] for rank in progress["ranks"]] == [4, 4]
+
+
+def test_a_rank_that_raised(folder, write_events):
+    write_events(
+        folder,
+        0,
+        *start(0),
+        *RANK_0,
+        (105.5, "error", {"error": "LostRankError: lost rank 1: connection closed", "lost_rank": True}),
+    )
+    write_events(
+        folder, 1, *start(1), *RANK_1[:6], (106.5, "error", {"error": "ValueError: NaN in step 3", "lost_rank": False})
+    )
+    result = results.settle(folder)
+    assert result["outcome"] == "failed"
+    assert result["failure"] == {"rank": 1, "sample": 1, "step": 3, "cause": "ValueError: NaN in step 3"}
+    assert result["samples_finished"] == 1
+    assert result["makespan_s"] == pytest.approx(4.0)
+    assert runfolder.read_result(folder) == result
+
+
+def test_the_earliest_own_fault_is_the_first_cause(folder, write_events):
+    write_events(folder, 0, *start(0), *RANK_0[:2], (101.5, "error", {"error": "OSError: one", "lost_rank": False}))
+    write_events(folder, 1, *start(1), (101.4, "error", {"error": "OSError: two", "lost_rank": False}))
+    assert results.first_cause(folder, {}) == {"rank": 1, "sample": None, "step": None, "cause": "OSError: two"}
+
+
+def test_a_rank_that_vanished(folder, write_events, gone):
+    write_events(folder, 0, *start(0, gone), *RANK_0[:6])
+    write_events(
+        folder,
+        1,
+        *start(1),
+        *RANK_1[:4],
+        (104.2, "error", {"error": "LostRankError: lost rank 0: connection closed", "lost_rank": True}),
+    )
+    result = results.settle(folder)
+    assert result["outcome"] == "failed"
+    assert (result["failure"]["rank"], result["failure"]["sample"], result["failure"]["step"]) == (0, 1, 1)
+    assert "killed" in result["failure"]["cause"]
+    assert result["samples_finished"] == 1
+
+
+def test_how_a_rank_ended_is_told_by_its_launcher(folder, write_events, gone):
+    write_events(folder, 0, *start(0, gone), *RANK_0[:2])
+    write_events(folder, 1, *start(1), (101.2, "terminated", {"signal": "SIGTERM"}))
+    result = results.settle(folder, exits={0: "SIGKILL"})
+    assert result["failure"] == {"rank": 0, "sample": 0, "step": 1, "cause": "SIGKILL"}
+
+
+def test_a_rank_that_was_blamed_by_another(folder, write_events):
+    write_events(folder, 0, *start(0), *RANK_0[:2])
+    write_events(
+        folder, 1, *start(1), (110.0, "error", {"error": "stalled: no event for 5 s", "lost_rank": False, "blamed": 0})
+    )
+    result = results.settle(folder)
+    assert result["failure"] == {"rank": 0, "sample": 0, "step": 1, "cause": "stalled: no event for 5 s"}
+
+
+def test_a_rank_on_another_host_is_not_taken_for_dead(tmp_path, write_events, gone):
+    """Whether it is there cannot be known from here; the rank that is known to be gone is the cause."""
+    config = RunConfig(total_steps=4, parallel=Parallel(pp=3), output_dir=tmp_path / "run")
+    folder = runfolder.create(config)
+    write_events(folder, 0, *start(0, HERE | {"host": "elsewhere"}), *stage(0, 0, 100.0))
+    write_events(folder, 1, *start(1, gone), (102.0, "take", {"sample": 0, "seconds": 2.0}))
+    write_events(folder, 2, *start(2), (103.0, "error", {"error": "LostRankError: lost rank 1", "lost_rank": True}))
+    assert results.first_cause(folder, {})["rank"] == 1
+
+
+def test_only_losses(folder, write_events):
+    for rank in range(2):
+        lost = {"error": f"LostRankError: lost rank {1 - rank}", "lost_rank": True}
+        write_events(folder, rank, *start(rank), (101.0 + rank, "error", lost))
+    assert results.settle(folder)["failure"]["cause"] == "LostRankError: lost rank 1"
+
+
+def test_all_terminated_is_stopped(folder, write_events):
+    write_events(folder, 0, *start(0), *RANK_0[:6], (103.6, "terminated", {"signal": "SIGTERM"}))
+    write_events(folder, 1, *start(1), *RANK_1[:3], (104.1, "terminated", {"signal": "SIGTERM"}))
+    assert results.first_cause(folder, {}) is None
+    result = results.settle(folder)
+    assert result["outcome"] == "stopped"
+    assert "failure" not in result
+    assert result["samples_finished"] == 0
+    assert result["peak_memory_gb_per_rank"] == []
+    assert result["max_peak_memory_gb"] is None
+
+
+def test_the_end_of_the_launcher_is_a_cause(folder, write_events):
+    for rank in range(2):
+        write_events(folder, rank, *start(rank), (101.0, "terminated", {"signal": "the launcher is gone"}))
+    result = results.settle(folder, reason="the launcher was killed")
+    assert result["outcome"] == "failed"
+    assert result["failure"] == {"rank": None, "sample": None, "step": None, "cause": "the launcher was killed"}
+
+
+def test_a_run_that_never_started_can_be_settled(folder):
+    result = results.settle(folder, exits={1: "exit code 1"})
+    assert result["failure"] == {"rank": 1, "sample": None, "step": None, "cause": "exit code 1"}
+    assert result["samples_finished"] == 0
+    assert result["predicted"] is None
+
+
+def test_settle_never_overwrites(finished):
+    results.write(finished, "ok")
+    before = (finished / "result.json").read_bytes()
+    assert results.settle(finished, exits={0: "SIGKILL"}, reason="stopped")["outcome"] == "ok"
+    assert (finished / "result.json").read_bytes() == before
+
+
+def test_a_half_written_last_line(folder, write_events):
+    write_events(folder, 0, *start(0), *RANK_0)
+    write_events(folder, 1, *start(1), *RANK_1[:4])
+    whole = results.progress(folder)
+    with (folder / "events" / "rank-1.jsonl").open("a") as file:
+        file.write('{"t": 105.0, "rank": 1, "kind": "take", "sam')
+    assert results.progress(folder) == whole
+    assert results.summarise(folder)["samples_finished"] == 1
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_a_line_cut_anywhere(folder, write_events, cut):
+    write_events(folder, 0, *start(0), *RANK_0)
+    write_events(folder, 1, *start(1), *RANK_1)
+    path = folder / "events" / "rank-1.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert results.summarise(folder)["samples_finished"] == (2 if cut == 1 else 1)
+
+
+def test_events_are_in_the_order_of_time(finished):
+    times = [event["t"] for event in runfolder.read_events(finished)]
+    assert times == sorted(times)
+    assert len(times) == len(start(0)) * 2 + len(RANK_0) + len(RANK_1) + 2
+
+
+def test_progress(folder, write_events):
+    assert results.progress(folder) == {
+        "samples_finished": 0,
+        "num_samples": 2,
+        "share": 0,
+        "seconds_left": None,
+        "ranks": [
+            {"rank": rank, "phase": "starting", "sample": None, "step": None, "steps_done": 0, "steps": 4}
+            for rank in range(2)
+        ],
+    }
+    write_events(folder, 0, *start(0), *RANK_0[:6])
+    write_events(folder, 1, *start(1), *RANK_1[:3])
+    progress = results.progress(folder)
+    assert [(rank["phase"], rank["sample"], rank["step"]) for rank in progress["ranks"]] == [
+        ("step", 1, 1),
+        ("step", 0, 3),
+    ]
+    assert [rank["steps_done"] for rank in progress["ranks"]] == [3, 2]
+    assert progress["share"] == pytest.approx(5 / 8)
+    assert progress["seconds_left"] == pytest.approx(4.0 * 3 / 5)
+    write_events(folder, 1, *start(1), *RANK_1, done(107.1))
+    assert results.progress(folder)["samples_finished"] == 2
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], (None, None)),
+        (RANK_1[:1], (0, 2)),
+        (RANK_1[:2], (0, 3)),
+        (RANK_1[:3], (0, 3)),  # its last step is done, what it is at is still that sample
+        (RANK_1[:5], (1, 2)),
+        (RANK_1[:6], (1, 3)),
+    ],
+)
+def test_position(events, expected):
+    own = [{"t": t, "rank": 1, "kind": kind, **facts} for t, kind, facts in events]
+    assert results.position(own, range(2, 4)) == expected
+
+
+def test_a_replica_without_samples(tmp_path, write_events):
+    config = RunConfig(total_steps=2, num_samples=1, parallel=Parallel(dp=2), output_dir=tmp_path / "run")
+    folder = runfolder.create(config)
+    steps = [
+        (100.0, "take", {"sample": 0, "seconds": 0.0}),
+        (101.0, "step", {"sample": 0, "step": 0, "seconds": 1.0}),
+        (102.0, "step", {"sample": 0, "step": 1, "seconds": 1.0}),
+        (102.0, "sample", {"sample": 0}),
+    ]
+    write_events(folder, 0, *start(0), *steps, done(102.1))
+    write_events(folder, 1, start(1)[0], (100.0, "clock", {}), done(100.1))
+    result = results.summarise(folder)
+    assert result["utilisation_per_rank"] == pytest.approx([1.0, 0.0])
+    assert result["makespan_s"] == pytest.approx(2.0)
+    assert results.progress(folder)["share"] == 1.0
+
+
+def test_table(finished, tmp_path, write_events):
+    results.write(finished, "ok")
+    second = runfolder.create(RunConfig.read(finished).replace(output_dir=tmp_path / "second"))
+    write_events(second, 0, *start(0), (101.0, "terminated", {"signal": "SIGTERM"}))
+    results.settle(second)
+    unsettled = runfolder.create(RunConfig.read(finished).replace(output_dir=tmp_path / "third"))
+    rows = tables.table([finished, second, unsettled])
+    assert list(rows.run_id) == ["run", "second"]
+    assert list(rows.outcome) == ["ok", "stopped"]
+    assert rows.makespan_s[0] == pytest.approx(7.0)
+    assert rows.latency_s[0] == pytest.approx(4.5)
+    assert list(rows.layout) == ["pp 2", "pp 2"]
+
+
+def test_which_process_is_a_rank(gone):
+    assert runfolder.is_rank(HERE)
+    assert not runfolder.is_rank(gone)
+    assert not runfolder.is_rank(HERE | {"created": HERE["created"] - 60})  # the number was given to a later process
+    assert not runfolder.is_rank(HERE | {"host": "elsewhere"})
+
+
+def test_a_zombie_is_no_rank():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    facts = process_facts(psutil.Process(child.pid))
+    assert runfolder.is_rank(facts)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet waited for
+    assert not runfolder.is_rank(facts)
+    child.communicate()
+
+
+def test_the_launcher_of_a_run(folder):
+    assert runfolder.read_launcher(folder) is None
+    assert not runfolder.launcher_alive(folder)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    runfolder.write_launcher(folder, child.pid)
+    assert runfolder.launcher_alive(folder)
+    child.communicate(b"\n")
+    assert not runfolder.launcher_alive(folder)

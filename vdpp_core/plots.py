@@ -1,0 +1,254 @@
+"""Every figure. Each function returns a Figure and saves nothing.
+
+Measured is filled, published hollow, predicted dashed. One colour, marker and hatch for each axis, told apart in grey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from vdpp_core.config import Parallel
+from vdpp_core.schedule import Span
+
+COLOURS = {
+    "dp": "#0072B2",
+    "pp": "#E69F00",
+    "cfg": "#009E73",
+    "frames": "#CC79A7",
+    "fsdp": "#5A3A1A",
+    "1 rank": "#777777",
+}
+MARKERS = {"dp": "o", "pp": "s", "cfg": "^", "frames": "D", "fsdp": "P", "1 rank": "x"}
+NAMES = {"pp": "step pipeline (pp)", "dp": "data parallel (dp)", "1 rank": "one rank"}
+
+
+def use_theme() -> None:
+    """seaborn's theme, set here and nowhere else."""
+    sns.set_theme(context="notebook", style="whitegrid", font_scale=0.85)
+    plt.rcParams.update({"figure.dpi": 120, "savefig.dpi": 150, "axes.titleweight": "bold", "figure.autolayout": False})
+
+
+def axis_of(layout: Parallel) -> str:
+    """Which colour a layout has: its largest axis, the step pipeline before data parallel."""
+    if layout.world_size == 1:
+        return "1 rank"
+    return "pp" if layout.pp >= layout.dp else "dp"
+
+
+def _figure(panels: tuple[int, int], size: tuple[float, float], title: str, small_print: str) -> tuple[Figure, Any]:
+    use_theme()
+    figure, axes = plt.subplots(*panels, figsize=size, layout="constrained", squeeze=False)
+    figure.suptitle(title, fontweight="bold", fontsize=11)
+    figure.supxlabel(small_print, fontsize=6.5, color="#555555", x=0.01, ha="left", wrap=True)
+    plt.close(figure)  # shown where it is returned, once
+    return figure, axes
+
+
+def gantt(
+    runs: Sequence[tuple[str, Sequence[Span], Parallel]], title: str, small_print: str, predicted: bool = False
+) -> Figure:
+    """What each rank did when: a row a rank, a bar a sample (its number in it), a panel for each of `runs`.
+
+    Args:
+        runs: (caption, spans, layout) of each panel; all share the time axis.
+        predicted: the bars are a schedule, not a measurement.
+    """
+    heights = [0.5 + 0.32 * layout.world_size for _, _, layout in runs]
+    use_theme()
+    figure, axes = plt.subplots(
+        len(runs),
+        1,
+        figsize=(9, 1.1 + sum(heights)),
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
+        gridspec_kw={"height_ratios": heights},
+    )
+    figure.suptitle(title, fontweight="bold", fontsize=11)
+    figure.supxlabel(small_print, fontsize=6.5, color="#555555", x=0.01, ha="left")
+    for (caption, spans, layout), panel in zip(runs, axes[:, 0], strict=True):
+        _draw_spans(panel, spans, layout, predicted)
+        panel.set_title(caption, fontsize=9, loc="left", fontweight="normal")
+    axes[-1, 0].set_xlabel("seconds since the clock started")
+    plt.close(figure)
+    return figure
+
+
+def _draw_spans(panel: Axes, spans: Sequence[Span], layout: Parallel, predicted: bool) -> None:
+    colour = COLOURS[axis_of(layout)]
+    latest = max(span.end for span in spans)
+    palette = sns.light_palette(colour, n_colors=100, as_cmap=True)
+    for span in spans:
+        bar = Rectangle((span.start, span.rank - 0.42), span.end - span.start, 0.84, linewidth=0.8)
+        bar.set_facecolor(palette((0.95 if span.sample % 2 == 0 else 0.5) * (0.6 if predicted else 1)))
+        bar.set_edgecolor("#333333" if predicted else "white")
+        bar.set_linestyle("--" if predicted else "-")
+        panel.add_patch(bar)
+        if span.end - span.start > 0.015 * latest:
+            middle = (span.start + span.end) / 2
+            panel.text(middle, span.rank, str(span.sample), ha="center", va="center", fontsize=7, color="black")
+    panel.set_xlim(0, latest * 1.02)
+    panel.set_ylim(layout.world_size - 0.4, -0.6)
+    panel.set_yticks(range(layout.world_size), [f"rank {rank}" for rank in range(layout.world_size)], fontsize=7.5)
+    panel.grid(axis="y", visible=False)
+
+
+def _line(panel: Axes, series: pd.Series, axis: str, kind: str, label: str) -> None:
+    """One series over its index; kind is measured, published or predicted."""
+    colour = COLOURS[axis]
+    panel.plot(
+        series.index.to_numpy(),
+        series.to_numpy(),
+        color=colour,
+        marker=MARKERS[axis],
+        markersize=7,
+        linestyle="--" if kind == "predicted" else "-",
+        markerfacecolor=colour if kind == "measured" else "white",
+        markeredgecolor=colour,
+        label=label,
+    )
+
+
+def _dotted(panel: Axes, series: pd.Series, axis: str, label: str) -> None:
+    """A second number of the same runs, beside the one that `_line` shows."""
+    x, y = series.index.to_numpy(), series.to_numpy()
+    panel.plot(x, y, color=COLOURS[axis], linestyle=":", marker=".", label=label)
+
+
+def _series(table: pd.DataFrame, axis: str, column: str) -> pd.Series:
+    """A column's median over repeats against the ranks, for pure layouts of one axis; one rank belongs to both."""
+    other = "dp" if axis == "pp" else "pp"
+    pure = table[(table[other] == 1) & (table["outcome"] == "ok")]
+    return pure.groupby("ranks")[column].median().dropna()
+
+
+def _side_by_side(title: str, small_print: str, published: dict[str, Any]) -> tuple[Figure, Axes, Axes]:
+    """Measured here left, published right."""
+    both = f"{small_print}\nPublished: {published['hardware']}, {published['software']}, {published['date']}"
+    figure, axes = _figure((1, 2), (10, 4.2), title, both)
+    return figure, axes[0, 0], axes[0, 1]
+
+
+def _published_rates(published: dict[str, Any]) -> dict[str, pd.Series]:
+    """Samples per second against GPUs: pp and dp as published, pp_with_fill with the fill that pp leaves out."""
+    experiment = published["pipeline_vs_data_parallel"]
+    rows, samples = pd.DataFrame(experiment["svd_fp16"]).set_index("world_size"), experiment["num_samples"]
+    makespan = rows["pipeline_avg_s"][1] + (samples - 1) / rows["pipeline_samples_per_s"]
+    return {
+        "pp": rows["pipeline_samples_per_s"],
+        "dp": rows["data_samples_per_s"],
+        "pp_with_fill": samples / makespan,
+    }
+
+
+def _draw_published(panel: Axes, rates: dict[str, pd.Series]) -> None:
+    _line(panel, rates["pp"], "pp", "published", "step pipeline, fill left out")
+    _line(panel, rates["dp"], "dp", "published", "data parallel, all counted")
+    _line(panel, rates["pp_with_fill"], "pp", "predicted", "step pipeline, fill counted (computed)")
+
+
+def throughput(table: pd.DataFrame, published: dict[str, Any], small_print: str) -> Figure:
+    """Samples per second against ranks: this machine left, the published A5000 right.
+
+    Args:
+        table: of `vdpp_core.tables.table`, with one rank and both pure layouts on the same numbers of ranks.
+        published: of `vdpp_core.tables.published`.
+    """
+    pp, dp = (_series(table, axis, "samples_per_s") for axis in ("pp", "dp"))
+    most = max(pp.index)
+    title = (
+        f"{most} ranks, fill counted: the step pipeline gives {pp[most] / dp[most]:.2f} × data parallel's throughput"
+    )
+    figure, left, right = _side_by_side(title, small_print, published)
+    for axis, series in (("pp", pp), ("dp", dp)):
+        _line(left, series, axis, "measured", f"{NAMES[axis]}, fill counted")
+        _dotted(left, _series(table, axis, "steady_state_samples_per_s"), axis, f"{NAMES[axis]}, steady state")
+    left.set_title("measured here", fontsize=9)
+    _draw_published(right, _published_rates(published))
+    right.set_title("published: SVD 14 × 40 × 72, 14 samples of 28 steps", fontsize=9)
+    for panel in (left, right):
+        _finish(panel, "samples per second")
+    return figure
+
+
+def scaling_efficiency(table: pd.DataFrame, published: dict[str, Any], small_print: str) -> Figure:
+    """Throughput a rank relative to one rank's: 1 is ideal."""
+    pp, dp = (_series(table, axis, "samples_per_s") for axis in ("pp", "dp"))
+    most = max(pp.index)
+    shares = f"{pp[most] / pp[1] / most:.0%} (step pipeline) and {dp[most] / dp[1] / most:.0%} (data parallel)"
+    title = f"{most} ranks reach {shares} of {most} × one rank, fill counted"
+    figure, left, right = _side_by_side(title, small_print, published)
+    for axis, series in (("pp", pp), ("dp", dp)):
+        _line(left, series / series[1] / series.index, axis, "measured", f"{NAMES[axis]}, fill counted")
+    left.set_title("measured here", fontsize=9)
+    rates = _published_rates(published)
+    _draw_published(right, {name: rate / rate[1] / rate.index for name, rate in rates.items()})
+    right.set_title("published: above 1 only where the fill is left out", fontsize=9)
+    for panel in (left, right):
+        panel.axhline(1, color="#333333", linewidth=0.8, linestyle=":")
+        _finish(panel, "throughput / (ranks × one rank's)")
+    return figure
+
+
+def latency(table: pd.DataFrame, published: dict[str, Any], small_print: str) -> Figure:
+    """Latency and interval, which are different numbers, against ranks: this machine left, published right."""
+    latencies, intervals = (_series(table, "pp", column) for column in ("latency_s", "interval_s"))
+    most = max(latencies.index)
+    title = (
+        f"{most} stages divide the interval by {intervals[1] / intervals[most]:.1f}, "
+        f"the latency of a sample by {latencies[1] / latencies[most]:.2f}"
+    )
+    figure, left, right = _side_by_side(title, small_print, published)
+    for axis in ("pp", "dp"):
+        _line(left, _series(table, axis, "latency_s"), axis, "measured", f"{NAMES[axis]}: latency")
+    _dotted(left, intervals, "pp", "step pipeline: interval")
+    left.set_title("measured here", fontsize=9)
+    rows = pd.DataFrame(published["throughput_cfg3_14x72x128"]["rows"]).set_index("world_size")
+    _line(right, rows["first_sample_time_s"], "pp", "published", "step pipeline: first sample after")
+    _dotted(right, rows["avg_sample_time_s"], "pp", "step pipeline: interval")
+    right.set_title("published: SVD 14 × 72 × 128, 28 steps", fontsize=9)
+    for panel in (left, right):
+        _finish(panel, "seconds")
+    return figure
+
+
+def link(probe: pd.DataFrame, hop_bytes: int, small_print: str) -> Figure:
+    """Seconds one way between two ranks against the size of the message; `hop_bytes` is what one hand-off moves."""
+    nearest = probe.iloc[(probe["bytes"] - hop_bytes).abs().argmin()]
+    hop = nearest["seconds"] * hop_bytes / nearest["bytes"]
+    title = f"Handing one latent on ({hop_bytes / 1e6:.2f} MB) takes about {hop * 1000:.2f} ms here"
+    figure, axes = _figure((1, 1), (7, 3.6), title, small_print)
+    panel = axes[0, 0]
+    panel.loglog(probe["bytes"], probe["seconds"] * 1000, color=COLOURS["pp"], marker=MARKERS["pp"], label="measured")
+    panel.axvline(hop_bytes, color="#333333", linestyle=":", label="one latent of SVD, 14 × 72 × 128, fp16")
+    panel.set_xlabel("bytes")
+    panel.set_ylabel("ms, one way")
+    panel.legend(fontsize=7.5)
+    return figure
+
+
+def makespans(layouts: Sequence[tuple[Parallel, pd.Series]], title: str, small_print: str) -> Figure:
+    """Predicted makespan against the number of samples, a line for each layout (a Series over num_samples)."""
+    figure, axes = _figure((1, 1), (8, 4), title, small_print)
+    for layout, seconds in layouts:
+        axis = axis_of(layout)
+        _line(axes[0, 0], seconds, axis, "predicted", f"{NAMES[axis]} on {layout.world_size}, predicted")
+    _finish(axes[0, 0], "makespan (s)", "samples")
+    return figure
+
+
+def _finish(panel: Axes, ylabel: str, xlabel: str = "ranks") -> None:
+    panel.set_xlabel(xlabel)
+    panel.set_ylabel(ylabel)
+    panel.set_ylim(bottom=0)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.legend(fontsize=7.5)

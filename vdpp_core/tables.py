@@ -1,0 +1,78 @@
+"""Run folders -> tables to compare, and the published figures beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from vdpp_core import machine, runfolder
+from vdpp_core.config import RunConfig
+
+
+def table(folders: Sequence[Path]) -> pd.DataFrame:
+    """One row a run: what it was, how it ended, and the numbers people compare. Units are in the names."""
+    rows = []
+    for folder in folders:
+        result, config = runfolder.read_result(folder), RunConfig.read(folder)
+        if result is None:
+            continue
+        rows.append(
+            {
+                "run_id": result["run_id"],
+                "layout": str(config.layout),
+                "ranks": result["world_size"],
+                "dp": config.layout.dp,
+                "pp": config.layout.pp,
+                "model": config.model_id or config.model,
+                "total_steps": config.total_steps,
+                "num_samples": config.num_samples,
+                "outcome": result["outcome"],
+                "makespan_s": result.get("makespan_s"),
+                "samples_per_s": result.get("samples_per_s"),
+                "steady_state_samples_per_s": result.get("steady_state_samples_per_s"),
+                "first_sample_time_s": result.get("first_sample_time_s"),
+                "latency_s": median(result["latency_s"]) if result.get("latency_s") else None,
+                "interval_s": median(result["interval_s"]) if result.get("interval_s") else None,
+                "bubble": result.get("bubble"),
+                "max_peak_memory_gb": result["max_peak_memory_gb"],
+                "predicted_makespan_s": (result["predicted"] or {}).get("makespan_s"),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def published() -> dict[str, Any]:
+    """The figures of the user's own experiment on seven A5000, under the documents' definitions."""
+    return json.loads((Path(__file__).parent / "reference" / "a5000x7.json").read_text())
+
+
+def source(folders: Sequence[Path]) -> str:
+    """The small print of a figure: hardware, device, threads, date and run ids."""
+    found = [(folder, result) for folder in folders if (result := runfolder.read_result(folder)) is not None]
+    if not found:
+        return "no finished run"
+    _, first = found[0]
+    threads = sorted({count for _, result in found for count in result["threads_per_rank"]})
+    ids = ", ".join(_short_id(folder) for folder, _ in found[:4]) + (f" and {len(found) - 4} more" * (len(found) > 4))
+    machine_name = f"{machine.hardware_name(first['hardware'])}, {first['device']}, {first['dtype']}"
+    per_rank = f"{'/'.join(map(str, threads))} thread(s) a rank"
+    return f"{machine_name}, {per_rank}; {first['date'][:10]}; runs {ids}"
+
+
+def _short_id(folder: Path) -> str:
+    inside_sweep = (folder.parent / "sweep.json").exists()
+    return f"{folder.parent.name}/{folder.name}" if inside_sweep else folder.name
+
+
+def paired_ratios(table: pd.DataFrame, column: str, baseline: int = 0) -> pd.DataFrame:
+    """A sweep's column as a ratio to the configuration `baseline` of the same repeat: median, least, greatest."""
+    wide = table.pivot(index="repeat", columns="config", values=column)
+    ratios = wide.div(wide[baseline], axis=0)
+    labels = table.drop_duplicates("config").set_index("config")["layout"]
+    frame = pd.DataFrame({"median": ratios.median(), "least": ratios.min(), "greatest": ratios.max()})
+    return frame.assign(layout=labels).set_index("layout")
