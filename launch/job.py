@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import subprocess
 import sys
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 STOP_PATIENCE_S = 12.0
+LAST_WORD_S = 2.0
 
 
 class Job:
@@ -141,10 +142,15 @@ def end(folder: Path) -> None:
 
 
 def end_ranks(folder: Path) -> None:
-    """Kill what is left of a run's ranks on this machine."""
-    for event in runfolder.read_events(folder):
-        if event["kind"] == "start" and runfolder.is_rank(event):
-            os.kill(event["pid"], signal.SIGKILL)
+    """End what is left of a run's ranks on this machine: a moment for a last word, then by force."""
+    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
+    left = [psutil.Process(event["pid"]) for event in starts if runfolder.is_rank(event)]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    for process in psutil.wait_procs(left, LAST_WORD_S)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def attach(run_id: str, root: Path | None = None) -> Job | Sweep:

@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 import uuid
 from pathlib import Path
 from types import FrameType
@@ -52,6 +53,9 @@ def supervise(folder: Path) -> dict[str, Any]:
         end_ranks(folder)
         results.settle(folder, reason="stopped")
         raise
+    except Exception as error:  # the agent itself: no port, no process; the next run of a sweep may do better
+        traceback.print_exc()
+        results.settle(folder, reason=f"could not start: {type(error).__name__}: {error}")
     end_ranks(folder)
     return results.settle(folder, exits)
 

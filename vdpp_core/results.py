@@ -181,11 +181,16 @@ def settle(folder: Path, exits: Mapping[int, str] | None = None, reason: str | N
     if result is not None:
         return result
     failure = first_cause(folder, exits or {})
-    if failure is not None:
+    if failure is not None and not (reason and _all_vanished(folder)):
         return write(folder, "failed", failure)
     if reason is None or reason == "stopped":
         return write(folder, "stopped")
     return write(folder, "failed", {"rank": None, "sample": None, "step": None, "cause": reason})
+
+
+def _all_vanished(folder: Path) -> bool:
+    """Whether no rank left a last word, as when the machine went down."""
+    return not any(event["kind"] in ENDS for event in runfolder.read_events(folder))
 
 
 def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None:

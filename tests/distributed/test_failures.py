@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from vdpp_core import Parallel, RunConfig, runfolder
+from vdpp_core import Parallel, RunConfig, results, runfolder
 from vdpp_core.config import MODELS
 
-LONG = {"total_steps": 8, "num_samples": 5000, "num_frames": 5, "save_latents": True, "threads": 1}
+LONG = {
+    "parallel": Parallel(pp=2),
+    "total_steps": 8,
+    "num_samples": 5000,
+    "num_frames": 5,
+    "save_latents": True,
+    "threads": 1,
+}
 
 
 @pytest.fixture
@@ -22,7 +31,7 @@ def long_run(tmp_path):
     """The folder of a run on two stages that would take minutes."""
 
     def create(**arguments):
-        config = RunConfig(output_dir=tmp_path / "run", parallel=Parallel(pp=2), **LONG | arguments)
+        config = RunConfig(output_dir=tmp_path / "run", **LONG | arguments)
         return runfolder.create(config)
 
     return create
@@ -56,6 +65,15 @@ def assert_what_is_finished_is_whole(folder):
         assert torch.isfinite(latents).all()
 
 
+def assert_last_words_are_last(folder):
+    """Nothing is computed, written or counted after a rank has said that it ends."""
+    for rank in range(2):
+        kinds = [event["kind"] for event in runfolder.read_events(folder) if event["rank"] == rank]
+        said = [kind for kind in kinds if kind in results.ENDS]
+        assert len(said) == 1, kinds[-4:]
+        assert kinds[-1] == said[0], kinds[-4:]
+
+
 def assert_no_rank_is_left(folder, ranks=2):
     starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
     assert len(starts) == ranks
@@ -87,6 +105,7 @@ def test_torchrun_itself_is_killed(long_run, torchrun_in_background, wait_until)
         wait_until(lambda: not any(runfolder.is_rank(start) for start in starts), 15)
     result = runfolder.read_result(folder)
     assert result["outcome"] == "stopped"
+    assert_last_words_are_last(folder)
     assert_what_is_finished_is_whole(folder)
 
 
@@ -101,6 +120,7 @@ def test_torchrun_is_told_to_end(number, long_run, torchrun_in_background, wait_
     result = runfolder.read_result(folder)
     assert result["outcome"] == "stopped"
     assert "failure" not in result
+    assert_last_words_are_last(folder)
     assert_what_is_finished_is_whole(folder)
 
 
@@ -120,6 +140,41 @@ def test_a_rank_stands_still(rank, long_run, torchrun_in_background, wait_until)
     assert result["outcome"] == "failed"
     assert "timeout_s" in result["failure"]["cause"]
     assert_where_it_was(folder, result["failure"], rank)
+    assert_what_is_finished_is_whole(folder)
+
+
+def test_a_rank_stands_still_when_the_others_are_done(long_run, torchrun_in_background, wait_until):
+    folder = long_run(timeout_s=5, total_steps=3000, num_samples=1, stage_weights=(1, 3000), warmup_samples=0)
+
+    def done():
+        return any(event["rank"] == 0 and event["kind"] == "done" for event in runfolder.read_events(folder))
+
+    with torchrun_in_background(2, "run", folder):
+        wait_until(done, 60)
+        stopped = start_of(folder, 1)["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            result = wait_until(lambda: runfolder.read_result(folder), 30)
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+    assert result["outcome"] == "failed"
+    assert_where_it_was(folder, result["failure"], 1)
+
+
+def test_a_run_alone_is_interrupted(long_run, tmp_path, wait_until):
+    """Ctrl-C, without torchrun."""
+    folder = long_run(parallel=Parallel())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vdpp_core", "run", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until(some_are_finished(folder), 60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert runfolder.read_result(folder)["outcome"] == "stopped"
     assert_what_is_finished_is_whole(folder)
 
 

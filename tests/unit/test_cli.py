@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, cli
+from vdpp_core import ConfigError, Parallel, RunConfig, cli, engine, runfolder
 from vdpp_core.__main__ import main
 from vdpp_core.config import EXAMPLE_IMAGE
 
@@ -158,6 +158,31 @@ def test_a_mistake_costs_one_line_and_leaves_nothing(line, said, tmp_path):
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert process.returncode == 2
     assert_one_line(said, process.stdout, process.stderr, tmp_path)
+
+
+def run_prepared(folder):
+    command = [sys.executable, "-m", "vdpp_core", "run", str(folder)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: ")
+    assert process.stderr.count("\n") == 1
+    assert str(folder) in process.stderr or "ranks" in process.stderr
+
+
+def test_a_run_folder_for_other_ranks_is_left_as_it_is(tmp_path):
+    folder = runfolder.create(RunConfig(command="simulate", output_dir=tmp_path / "run").for_ranks(2))
+    run_prepared(folder)
+    assert runfolder.read_result(folder) is None
+    assert runfolder.read_events(folder) == []
+
+
+def test_a_run_folder_is_run_once(tmp_path):
+    """Events of two runs in one log would be read as one run."""
+    folder = engine.run(RunConfig(command="simulate", total_steps=2, output_dir=tmp_path / "run"))
+    before = {path: path.read_bytes() for path in folder.rglob("*.json*")}
+    assert folder / "result.json" in before
+    run_prepared(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*.json*")} == before
 
 
 @pytest.mark.parametrize(

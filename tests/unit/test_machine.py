@@ -118,6 +118,13 @@ def test_a_folder_without_a_scheduler(pipeline_folder):
     assert "it has no scheduler/scheduler_config.json" in answer(RunConfig(model_id=str(pipeline_folder)))
 
 
+@pytest.mark.parametrize("part", ["vae", "image_encoder", "feature_extractor"])
+def test_a_folder_without_what_reads_the_image(part, pipeline_folder):
+    shutil.rmtree(pipeline_folder / part)
+    assert part in answer(RunConfig(command="generate", model_id=str(pipeline_folder)))
+    machine.check(RunConfig(command="benchmark", model_id=str(pipeline_folder)).for_ranks(1), local_ranks=1)
+
+
 @pytest.mark.parametrize("name", ["unet/config.json", "scheduler/scheduler_config.json"])
 def test_settings_that_are_cut_off(name, pipeline_folder):
     text = (pipeline_folder / name).read_text()

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -195,6 +196,22 @@ def test_a_rank_on_another_host_is_not_taken_for_dead(tmp_path, write_events, go
     assert results.first_cause(folder, {})["rank"] == 1
 
 
+def test_the_rank_that_was_lost_is_the_cause_also_while_its_process_is_still_ending(folder, write_events):
+    """A killed process closes its connections before it is gone, so its neighbour may look too early."""
+    write_events(folder, 0, *start(0, HERE), *RANK_0[:6])
+    lost = {"error": "LostRankError: lost rank 0: connection closed", "lost_rank": True}
+    write_events(folder, 1, *start(1), *RANK_1[:4], (104.2, "error", lost))
+    assert results.first_cause(folder, {})["rank"] == 0
+
+
+def test_a_rank_that_was_told_to_end_is_no_failure_also_if_it_wrote_one_step_more(folder, write_events, gone):
+    """The guard's thread writes the last word while the main thread computes."""
+    late = (103.7, "step", {"sample": 1, "step": 1, "seconds": 1.0})
+    write_events(folder, 0, *start(0, gone), *RANK_0[:6], (103.6, "terminated", {"signal": "SIGTERM"}), late)
+    write_events(folder, 1, *start(1, gone), *RANK_1[:3], (104.1, "terminated", {"signal": "SIGTERM"}))
+    assert results.settle(folder, reason="stopped")["outcome"] == "stopped"
+
+
 def test_only_losses(folder, write_events):
     for rank in range(2):
         lost = {"error": f"LostRankError: lost rank {1 - rank}", "lost_rank": True}
@@ -234,6 +251,19 @@ def test_settle_never_overwrites(finished):
     before = (finished / "result.json").read_bytes()
     assert results.settle(finished, exits={0: "SIGKILL"}, reason="stopped")["outcome"] == "ok"
     assert (finished / "result.json").read_bytes() == before
+
+
+def test_a_file_is_whole_whoever_writes_it(tmp_path):
+    """A rank has two threads that may both settle a run: its main thread and its guard."""
+    path, text = tmp_path / "result.json", "x" * 5000
+
+    def write(_):
+        runfolder.write_atomically(path, text)
+        return path.read_text() == text
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(write, range(200)))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_half_written_last_line(folder, write_events):

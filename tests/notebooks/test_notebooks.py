@@ -1,0 +1,123 @@
+"""The notebooks as files, executed with small parameters, and rendered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import pytest
+
+from launch import report
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+SMALL: dict[str, dict[str, Any]] = {
+    "00_setup": {"TOTAL_STEPS": 4, "NUM_SAMPLES": 2},
+    "01_pipeline_vs_data_parallel": {
+        "LATENT_SHAPE": [1, 4, 3, 8, 8],
+        "TOTAL_STEPS": 5,
+        "NUM_SAMPLES": 3,
+        "REPEATS": 1,
+    },
+    "05_plots": {},
+}
+FIGURES = {
+    "00_setup": {"link"},
+    "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},
+    "05_plots": {"throughput", "latency", "scaling_efficiency"},
+}
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_without_outputs_and_with_one_parameters_cell(path: Path):
+    book = read(path)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+    assert sum("parameters" in cell.metadata.get("tags", []) for cell in code) == 1
+    assert not any(re.search(r"^class ", cell.source, re.M) for cell in code)
+    assert 20 <= len(book.cells) <= 30
+    assert book.cells[0].source.startswith("# ")
+    assert "**Question.**" in book.cells[0].source
+    assert "## What we learned" in book.cells[-1].source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_slider_cell_is_followed_by_a_static_figure_of_the_same_function(path: Path):
+    code = [cell.source for cell in read(path).cells if cell.cell_type == "code"]
+    for source, following in zip(code, [*code[1:], ""], strict=True):
+        if "launch.sliders(" in source:
+            function = re.search(r"launch\.sliders\(\s*(\w+)", source)
+            assert function is not None
+            assert f"{function[1]}(" in following
+
+
+@pytest.fixture(scope="session")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """executed(name): a notebook run with small parameters; its runs lie in a folder of their own."""
+    work = tmp_path_factory.mktemp("notebooks")
+    known: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in known:
+            out = work / f"{name}.ipynb"
+            source = next(path for path in NOTEBOOKS if path.stem == name)
+            papermill.execute_notebook(source, out, SMALL[name], cwd=work, progress_bar=False, kernel_name="python3")
+            known[name] = read(out)
+        return known[name]
+
+    return run
+
+
+def texts(book: Any) -> str:
+    outputs = [out for cell in book.cells if cell.cell_type == "code" for out in cell.outputs]
+    return "\n".join(out.get("text", "") + out.get("data", {}).get("text/html", "") for out in outputs)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_executes_and_renders_to_a_page_that_needs_no_network(
+    executed: Callable[[str], Any], name: str, tmp_path: Path
+):
+    if name == "05_plots":
+        executed("01_pipeline_vs_data_parallel")  # its sweep is what the plots show
+    book = executed(name)
+    assert {path.stem for path in report.save_figures(book, tmp_path)} == FIGURES[name]
+    page = report.render(book, name)
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//[^"' >]+""", page)
+    assert "VBox(" not in page
+    assert page.count("data:image/png;base64,") >= len(FIGURES[name])
+
+
+def test_the_first_notebook_asserts_equality_of_one_and_two_ranks(executed: Callable[[str], Any]):
+    shown = texts(executed("00_setup"))
+    assert "2 stages = 1 rank" in shown
+    assert "gb_per_s" in shown
+
+
+def test_the_second_notebook_shows_equality_and_the_corrected_published_rate(executed: Callable[[str], Any]):
+    shown = texts(executed("01_pipeline_vs_data_parallel"))
+    equality = shown[shown.index("equal to the official pipeline") :]
+    assert equality.count("<td>True</td>") == 9
+    assert "<td>False</td>" not in equality
+    assert "<td>0.410</td>" in shown  # 14 / (⌈14/4⌉ · 8.54 s), published as 0.409
+
+
+def test_a_failing_notebook_is_named_with_its_cell_and_the_others_are_made(tmp_path: Path):
+    def write(name: str, *sources: str) -> None:
+        cells = [nbformat.v4.new_markdown_cell(f"# {name}"), *map(nbformat.v4.new_code_cell, sources)]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
+
+    write("a", "1 + 1", "raise ValueError('no luck')")
+    write("b", "print('fine')")
+    first, second = report.report(tmp_path, tmp_path / "figures")
+    assert first.error == "failed in cell 2: ValueError: no luck"
+    assert second.error is None
+    index = (tmp_path / "figures" / "reports" / "index.html").read_text()
+    assert "failed in cell 2: ValueError: no luck" in index
+    assert "fine" in (tmp_path / "figures" / "reports" / "b.html").read_text()
