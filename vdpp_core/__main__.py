@@ -18,7 +18,15 @@ from vdpp_core.mesh import Ranks, agree
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
-    folders = arguments.folder if arguments.command == "run" else [_new_run(arguments, argv, ranks)]
+    try:
+        if arguments.command == "run":
+            folders = [_prepared(folder, ranks) for folder in arguments.folder]
+        else:
+            folders = [_new_run(arguments, argv, ranks)]
+    except ConfigError as error:
+        if ranks.rank == 0:
+            cli.fail(error.as_flag())
+        raise SystemExit(2) from None
     try:
         for folder in folders:
             _execute(folder, ranks)
@@ -42,19 +50,31 @@ def _parser() -> argparse.ArgumentParser:
 
 def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Path:
     """Check everything, then make the run folder; all ranks know its place."""
-    try:
-        wanted = _whole_number("world_size", arguments.world_size, ranks.world_size)
-        if ranks.under_torchrun and wanted != ranks.world_size:
-            raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
-        config = cli.run_config(arguments, wanted)
-        machine.check(config, ranks.local_world_size if ranks.under_torchrun else wanted)
-        if wanted != ranks.world_size:
-            _become_torchrun(wanted, argv)
-        return Path(agree(ranks, lambda: str(runfolder.create(config))))
-    except ConfigError as error:
-        if ranks.rank == 0:
-            cli.fail(error.as_flag())
-        raise SystemExit(2) from None
+    wanted = _whole_number("world_size", arguments.world_size, ranks.world_size)
+    if ranks.under_torchrun and wanted != ranks.world_size:
+        raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
+    config = cli.run_config(arguments, wanted)
+    machine.check(config, ranks.local_world_size if ranks.under_torchrun else wanted)
+    if wanted != ranks.world_size:
+        _become_torchrun(wanted, argv)
+    return Path(agree(ranks, lambda: str(runfolder.create(config))))
+
+
+def _prepared(folder: Path, ranks: Ranks) -> Path:
+    """A run folder that was made for so many ranks and was not run before."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError("folder", folder, "must be a run folder, it has no config.json")
+    needed = RunConfig.read(folder).layout.world_size
+    if needed != ranks.world_size:
+        raise ConfigError("folder", folder, f"was made for {needed} ranks, not {ranks.world_size}")
+    agree(ranks, lambda: _not_run_before(folder), str(folder.absolute()))
+    return folder
+
+
+def _not_run_before(folder: Path) -> str:
+    if runfolder.events_paths(folder) or runfolder.read_result(folder):
+        raise ConfigError("folder", folder, "was run before; a run folder is run once")
+    return ""
 
 
 def _whole_number(name: str, text: str | None, default: int) -> int:
@@ -78,7 +98,7 @@ def _execute(folder: Path, ranks: Ranks) -> None:
         engine.execute(folder, ranks)
     except BaseException:
         if not runfolder.launcher_alive(folder):
-            settle(folder)
+            settle(folder, again=True)
         raise
 
 

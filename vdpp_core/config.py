@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,8 +114,12 @@ class RunConfig(_Frozen):
     seed: int = Field(default=0, ge=0, le=2**62)
     latent_shape: tuple[int, ...] | None = Field(default=None, description="B C F H W of the latents")
     num_frames: int | None = Field(default=None, ge=1, le=1_000, description="frames; not with --latent-shape")
-    height: int | None = Field(default=None, ge=8, description="pixels, a multiple of 8; not with --latent-shape")
-    width: int | None = Field(default=None, ge=8, description="pixels, a multiple of 8; not with --latent-shape")
+    height: int | None = Field(
+        default=None, ge=8, le=16_384, description="pixels, a multiple of 8; not with --latent-shape"
+    )
+    width: int | None = Field(
+        default=None, ge=8, le=16_384, description="pixels, a multiple of 8; not with --latent-shape"
+    )
 
     image: Path | None = Field(
         default=None, description="image to animate; a benchmark without one conditions on noise"
@@ -129,12 +134,14 @@ class RunConfig(_Frozen):
     stage_weights: tuple[float, ...] | None = Field(
         default=None, description="relative speed of the stages' ranks; steps are split in proportion"
     )
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, mps")
+    device: str = Field(default="auto", description="auto, cpu, cuda, mps; cuda:N for one rank")
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = Field(default="auto", description="auto: fp16 on CUDA, else fp32")
     backend: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on CUDA, else gloo")
     threads: int | None = Field(default=None, ge=1, le=1_024, description="CPU threads a rank; default: cores / ranks")
     enable_memory_opt: bool = Field(default=False, description="sequential guidance and forward chunking")
-    timeout_s: float = Field(default=300.0, ge=1, le=86_400, description="silence of all ranks that ends a run")
+    timeout_s: float = Field(
+        default=300.0, ge=1, le=86_400, description="silence of all ranks that ends a run (and at least five steps)"
+    )
 
     output_dir: Path | None = Field(default=None, description="the run folder itself; default: a new one under runs/")
     save_latents: bool = Field(default=False, description="write latents/sample-NNN.safetensors as samples finish")
@@ -151,11 +158,20 @@ class RunConfig(_Frozen):
         allowed = f"must be five whole numbers B C F H W, each at least 1, with C = {LATENT_CHANNELS}"
         try:
             sizes = [int(str(size)) for size in shape]
+            if isinstance(shape, str):
+                raise ValueError
         except (TypeError, ValueError):
             raise ConfigError("latent_shape", shape, allowed) from None
         if len(sizes) != 5 or min(sizes) < 1 or max(sizes) > 100_000 or sizes[1] != LATENT_CHANNELS:
             raise ConfigError("latent_shape", shape, allowed)
         return tuple(sizes)
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", device):
+            raise ConfigError("device", device, "must be auto, cpu, mps, cuda or cuda:N")
+        return device
 
     @field_validator("height", "width")
     @classmethod

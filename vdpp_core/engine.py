@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vdpp_core.mesh import LostRankError, Ranks, World, communication, joined
 
 Source = Callable[[int], Tensor]
 Sink = Callable[[int, Tensor], None]
+LOADING_PATIENCE_S = 3600.0  # without an event, while weights may be downloaded
 
 
 def run(config: RunConfig) -> Path:
@@ -35,28 +37,31 @@ def run(config: RunConfig) -> Path:
     config = config.for_ranks(1)
     machine.check(config, local_ranks=1)
     folder = runfolder.create(config)
-    execute(folder, Ranks(0, 1, 0, 1, under_torchrun=False), guarded=False)
+    try:
+        execute(folder, Ranks(0, 1, 0, 1, under_torchrun=False), guarded=False)
+    except BaseException:
+        results.settle(folder)
+        raise
     return folder
 
 
 def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
     """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end."""
     config = RunConfig.read(folder)
-    with EventLog(folder, ranks.rank) as log:
-        guard = Guard(folder, log, config.timeout_s, ranks.under_torchrun) if guarded else None
+    with (
+        EventLog(folder, ranks.rank) as log,
+        Guard(folder, log, ranks.under_torchrun) if guarded else nullcontext() as guard,
+    ):
         if guard:
-            guard.start()
+            guard.watch(max(config.timeout_s, LOADING_PATIENCE_S))
         try:
-            with joined(config, ranks, folder.name) as world:
+            with joined(config, ranks, str(folder.absolute())) as world:
                 _Rank(config, folder, world, log, guard).work()
                 world.barrier()
         except BaseException as error:
             words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            log.write("error", error=words, lost_rank=isinstance(error, LostRankError))
+            log.last_word("error", error=words, lost_rank=error.rank if isinstance(error, LostRankError) else None)
             raise
-        finally:
-            if guard:
-                guard.stop()
     if ranks.rank == 0:
         results.write(folder, "ok")
 
@@ -71,6 +76,7 @@ class _Rank:
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.dtype = machine.dtype(config)
         self.stopwatch = Stopwatch(world.device)
+        self.step_s = 0.0
         self.log.write("start", **self._facts())
 
     def _facts(self) -> dict[str, Any]:
@@ -96,11 +102,9 @@ class _Rank:
         self.world.barrier()
         self.log.write("clock")
         if self.guard:
-            self.guard.watching = True
+            self.guard.watch(max(self.config.timeout_s, 5 * self.step_s))
         if self.samples:
             self._denoise(self.samples, self._noise, self._finish)
-        if self.guard:
-            self.guard.watching = False
         self.log.write("done", memory=memory.peak())
 
     def _load(self) -> None:
@@ -115,7 +119,7 @@ class _Rank:
             else:
                 pipeline = unets.load_pipeline(config, unet, scheduler)
                 told = conditioning.encode(config, pipeline, self.draws)
-        with communication("the replica's first rank"):
+        with communication(dist.get_global_rank(world.stages, 0)):
             for tensor in told.tensors():
                 dist.broadcast(tensor.contiguous(), group=world.stages, group_src=0)
         self.denoiser = Denoiser(config, unet, scheduler, told)
@@ -133,6 +137,7 @@ class _Rank:
             self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
             seconds = self.stopwatch.stop()
         self.log.write("warm", seconds=seconds)
+        self.step_s = seconds
         warm_ups = range(-self.config.warmup_samples, 0)
         self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)
 

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +15,71 @@ from vdpp_core.config import RunConfig
 from vdpp_core.measure import EventLog
 
 PERIOD_S = 0.5
+PATIENCE_S = 3.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Guard(threading.Thread):
     """A thread, since the main one may wait inside a communicator, where no Python signal handler runs."""
 
-    def __init__(self, folder: Path, log: EventLog, timeout_s: float, follow_parent: bool) -> None:
+    def __init__(self, folder: Path, log: EventLog, follow_parent: bool) -> None:
         super().__init__(daemon=True)
-        self.folder, self.log, self.timeout_s = folder, log, timeout_s
+        self.folder, self.log = folder, log
         self.parent = os.getppid() if follow_parent else None
-        self.watching = self.stopped = False
-        self.signals, wakeup = os.pipe()
-        os.set_blocking(wakeup, False)
-        signal.set_wakeup_fd(wakeup)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)  # the byte in the pipe is what counts
+        self.timeout_s: float | None = None
+        self.stopped = False
 
-    def stop(self) -> None:
+    def __enter__(self) -> Guard:
+        self.signals, self.wakeup = os.pipe()
+        os.set_blocking(self.wakeup, False)
+        self.earlier_wakeup = signal.set_wakeup_fd(self.wakeup)  # the byte in the pipe is what counts
+        self.earlier = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.stopped = True
+        self.join(2 * PERIOD_S)  # it waits for ever where this thread has had the last word
+        signal.set_wakeup_fd(self.earlier_wakeup)
+        for number, handler in self.earlier.items():
+            signal.signal(number, handler)
+        os.close(self.signals)
+        os.close(self.wakeup)
+
+    def watch(self, timeout_s: float) -> None:
+        """From now on, end the run when no rank has written an event for so long."""
+        self.timeout_s = timeout_s
 
     def run(self) -> None:
         while not self.stopped:
             if select.select([self.signals], [], [], PERIOD_S)[0]:
                 number = os.read(self.signals, 1)[0]
-                if number in (signal.SIGTERM, signal.SIGINT):
+                if number in SIGNALS:
                     self._end(128 + number, "terminated", signal=signal.Signals(number).name)
             elif self.parent is not None and os.getppid() != self.parent:
                 self._end(1, "terminated", signal="the launcher is gone")
-            elif self.watching and runfolder.silence_s(self.folder) > self.timeout_s:
+            elif self.timeout_s is not None and runfolder.silence_s(self.folder) > self.timeout_s:
                 blamed = self._stalled_rank()
                 cause = f"stalled: no rank wrote an event for {self.timeout_s:g} s (timeout_s)"
-                self._end(1, "error", error=cause, lost_rank=False, blamed=blamed)
+                self._end(1, "error", error=cause, blamed=blamed)
 
     def _stalled_rank(self) -> int:
         """The rank that is in the middle of a stage, while the others wait for it."""
-        stages, layout = RunConfig.read(self.folder).stages(), RunConfig.read(self.folder).layout
+        config = RunConfig.read(self.folder)
         last = {event["rank"]: event for event in runfolder.read_events(self.folder)}
         for rank, event in sorted(last.items()):
-            steps = stages[layout.coordinates(rank)[1]]
+            steps = config.stages()[config.layout.coordinates(rank)[1]]
             if event["kind"] == "take" or (event["kind"] == "step" and event["step"] != steps[-1]):
                 return rank
         return min(last, key=lambda rank: last[rank]["t"])
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:
-        self.log.write(kind, **facts)
+        """Have the last word, then see to the result once the others have had theirs; a launcher does that better."""
+        self.log.last_word(kind, **facts)
         if not runfolder.launcher_alive(self.folder):
+            deadline = time.monotonic() + PATIENCE_S
+            while not results.all_ended(self.folder) and time.monotonic() < deadline:
+                time.sleep(0.1)
             by_hand = runfolder.read_launcher(self.folder) is None
-            results.settle(self.folder, reason=None if by_hand else "the launcher was killed")
+            results.settle(self.folder, reason=None if by_hand else "the launcher was killed", again=by_hand)
         os._exit(code)

@@ -22,7 +22,7 @@ class Handoff:
         stages = dist.get_world_size(self.group)
         self.before = world.stage - 1 if world.stage > 0 else None
         self.after = world.stage + 1 if world.stage + 1 < stages else None
-        self.names = {stage: f"rank {dist.get_global_rank(self.group, stage)}" for stage in range(stages)}
+        self.ranks = [dist.get_global_rank(self.group, stage) for stage in range(stages)]
         self.expected: tuple[Tensor, dist.Work] | None = None
         self.sent: deque[tuple[Tensor, dist.Work]] = deque()
 
@@ -30,10 +30,10 @@ class Handoff:
         """Shake hands with both neighbours: the first use of a pair sets up its communicator."""
         hand = torch.zeros(1, device=self.device)
         if self.before is not None:
-            with communication(self.names[self.before]):
+            with communication(self.ranks[self.before]):
                 dist.recv(hand, group=self.group, group_src=self.before)
         if self.after is not None:
-            with communication(self.names[self.after]):
+            with communication(self.ranks[self.after]):
                 dist.send(hand, group=self.group, group_dst=self.after)
 
     def expect(self) -> None:
@@ -41,7 +41,7 @@ class Handoff:
         assert self.before is not None
         assert self.expected is None
         latents = torch.empty(self.shape, device=self.device, dtype=self.dtype)
-        with communication(self.names[self.before]):
+        with communication(self.ranks[self.before]):
             work = dist.irecv(latents, group=self.group, group_src=self.before)
         assert work is not None
         self.expected = latents, work
@@ -53,7 +53,7 @@ class Handoff:
         latents, work = self.expected
         self.expected = None
         began = time.perf_counter()
-        with communication(self.names[self.before]):
+        with communication(self.ranks[self.before]):
             self._finish(work)
         return latents, time.perf_counter() - began
 
@@ -61,7 +61,7 @@ class Handoff:
         """Send without waiting, unless the next stage is too far behind; the seconds waited for it."""
         assert self.after is not None
         began = time.perf_counter()
-        with communication(self.names[self.after]):
+        with communication(self.ranks[self.after]):
             while len(self.sent) >= IN_FLIGHT:
                 self._finish(self.sent.popleft()[1])
             waited = time.perf_counter() - began
@@ -74,7 +74,7 @@ class Handoff:
     def close(self) -> None:
         """Wait until all that was sent has arrived."""
         while self.sent:
-            with communication(self.names[self.after or 0]):
+            with communication(self.ranks[self.after or 0]):
                 self._finish(self.sent.popleft()[1])
 
     def _finish(self, work: dist.Work) -> None:

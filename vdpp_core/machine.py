@@ -127,7 +127,7 @@ def _check_dtype(config: RunConfig) -> None:
         return
     try:
         values = torch.ones(1, 4, 2, 4, 4, dtype=dtype(config))
-        values = torch.nn.functional.conv3d(values, torch.ones(4, 4, 3, 1, 1, dtype=values.dtype))
+        values = torch.nn.functional.conv3d(values, torch.ones(4, 4, 3, 1, 1, dtype=values.dtype), padding=(1, 0, 0))
         values = torch.nn.functional.group_norm(values, 2).flatten(2)
         torch.nn.functional.scaled_dot_product_attention(values, values, values)
     except RuntimeError as error:
@@ -143,17 +143,28 @@ def _check_model(config: RunConfig) -> None:
     on_disk = folder.exists() or config.source.startswith((".", "/", "~"))
     if on_disk and not config.random_weights and not any(folder.glob("unet/*.safetensors")):
         raise ConfigError(argument, config.source, "must be a pipeline's folder with unet/*.safetensors")
-    wanted = {"unet/config.json": "UNetSpatioTemporalConditionModel"}
-    wanted["scheduler/scheduler_config.json"] = (
-        "EulerDiscreteScheduler"  # others remember steps, which no hand-off does
-    )
-    for name, kind in wanted.items():
+    for name, kind in _settings_needed(config).items():
         settings = folder / name if on_disk else _hub_file(config, argument, name)
         if not settings.is_file():
             raise ConfigError(argument, config.source, f"must be a pipeline's folder, it has no {name}")
-        found = json.loads(settings.read_text()).get("_class_name")
+        try:
+            found = json.loads(settings.read_text()).get("_class_name", kind)
+        except (ValueError, AttributeError):
+            raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
         if found != kind:
             raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
+
+
+def _settings_needed(config: RunConfig) -> dict[str, str | None]:
+    """The files that a run reads of a pipeline -> the class that each must name."""
+    needed: dict[str, str | None] = {
+        "unet/config.json": "UNetSpatioTemporalConditionModel",
+        "scheduler/scheduler_config.json": "EulerDiscreteScheduler",  # others remember steps, which no hand-off does
+    }
+    if config.image_path is not None:
+        needed["vae/config.json"] = "AutoencoderKLTemporalDecoder"
+        needed |= {"image_encoder/config.json": None, "feature_extractor/preprocessor_config.json": None}
+    return needed
 
 
 def _hub_file(config: RunConfig, argument: str, name: str) -> Path:
@@ -178,4 +189,5 @@ def _hub_file(config: RunConfig, argument: str, name: str) -> Path:
         allowed = f"must be a Stable Video Diffusion, it has no {name}"
     except transport_errors:
         allowed = "is not in the cache and the hub cannot be reached: log in (`hf auth login`) where it can"
-    raise ConfigError(argument, repository, f"{allowed}, or pass a folder with --model-id")
+    shown = repository if config.model_id else f"{config.model} ({repository})"
+    raise ConfigError(argument, shown, f"{allowed}, or pass a folder with --model-id")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -94,11 +95,20 @@ class EventLog:
     """
 
     def __init__(self, run_folder: Path, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.lock = rank, threading.Lock()
         self.file = (run_folder / "events" / f"rank-{rank}.jsonl").open("a", buffering=1)
 
     def write(self, kind: str, sample: int | None = None, step: int | None = None, **facts: Any) -> None:
-        event = {"t": now(), "rank": self.rank, "kind": kind, "sample": sample, "step": step, **facts}
+        with self.lock:
+            self._write(kind, sample=sample, step=step, **facts)
+
+    def last_word(self, kind: str, **facts: Any) -> None:
+        """Write the last event. Whoever wants to write after it, or have another last word, waits for the end."""
+        self.lock.acquire()
+        self._write(kind, **facts)
+
+    def _write(self, kind: str, **facts: Any) -> None:
+        event = {"t": now(), "rank": self.rank, "kind": kind, **facts}
         self.file.write(json.dumps({name: value for name, value in event.items() if value is not None}) + "\n")
 
     def __enter__(self) -> EventLog:

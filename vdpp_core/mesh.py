@@ -24,6 +24,10 @@ _PATIENCE = timedelta(days=7)
 class LostRankError(RuntimeError):
     """Communication failed: another rank is gone. A consequence, never the first cause."""
 
+    def __init__(self, rank: int | str, reason: str) -> None:
+        self.rank = rank
+        super().__init__(f"lost rank {rank}: {reason}")
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -44,7 +48,7 @@ class Ranks:
         return cls(*sizes, under_torchrun="RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
-def agree(ranks: Ranks, decide: Callable[[], str]) -> str:
+def agree(ranks: Ranks, decide: Callable[[], str], subject: str = "run folder") -> str:
     """What rank 0 decides, known to all ranks before any process group exists.
 
     Raises:
@@ -55,11 +59,11 @@ def agree(ranks: Ranks, decide: Callable[[], str]) -> str:
     store = _store(ranks)
     if ranks.rank == 0:
         try:
-            store.set("vdpp/decided", json.dumps({"decided": decide()}))
+            store.set(subject, json.dumps({"decided": decide()}))
         except ConfigError as error:
-            store.set("vdpp/decided", json.dumps({"error": [error.argument, str(error.value), error.allowed]}))
+            store.set(subject, json.dumps({"error": [error.argument, str(error.value), error.allowed]}))
             raise
-    answer = json.loads(store.get("vdpp/decided"))
+    answer = json.loads(store.get(subject))
     if "error" in answer:
         raise ConfigError(*answer["error"])
     return answer["decided"]
@@ -84,17 +88,17 @@ class World:
     stages: dist.ProcessGroup
 
     def barrier(self) -> None:
-        with communication("the other ranks"):
+        with communication():
             dist.barrier()
 
 
 @contextmanager
-def communication(peer: str) -> Iterator[None]:
-    """Failures in here are those of a lost rank."""
+def communication(peer: int | str = "unknown") -> Iterator[None]:
+    """Failures in here are those of a lost rank: `peer`, where it is known which."""
     try:
         yield
     except RuntimeError as error:
-        raise LostRankError(f"lost {peer}: {str(error).splitlines()[0]}") from error
+        raise LostRankError(peer, str(error).splitlines()[0]) from error
 
 
 @contextmanager

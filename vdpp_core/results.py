@@ -170,15 +170,18 @@ def position(own: Sequence[Event], steps: range) -> tuple[int | None, int | None
     return None, None
 
 
-def settle(folder: Path, exits: Mapping[int, str] | None = None, reason: str | None = None) -> dict[str, Any]:
+def settle(
+    folder: Path, exits: Mapping[int, str] | None = None, reason: str | None = None, again: bool = False
+) -> dict[str, Any]:
     """Write the result of a run that did not reach its end, unless there is one already.
 
     Args:
         exits: what the launcher saw of ranks that ended by themselves: rank -> how.
         reason: what ended the run where no rank did: "stopped" by somebody, or the launcher's end.
+        again: replace the account of a bad end that a rank gave before this one, when less was known.
     """
     result = runfolder.read_result(folder)
-    if result is not None:
+    if result is not None and (not again or result["outcome"] == "ok"):
         return result
     failure = first_cause(folder, exits or {})
     if failure is not None and not (reason and _all_vanished(folder)):
@@ -193,28 +196,36 @@ def _all_vanished(folder: Path) -> bool:
     return not any(event["kind"] in ENDS for event in runfolder.read_events(folder))
 
 
+def all_ended(folder: Path) -> bool:
+    """Whether each rank that started has had its last word or is known to be gone."""
+    events = runfolder.read_events(folder)
+    ended = {event["rank"] for event in events if event["kind"] in ENDS}
+    starts = [event for event in events if event["kind"] == "start" and event["rank"] not in ended]
+    return all(runfolder.has_vanished(start) for start in starts)
+
+
 def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None:
     """The rank that failed first, where it was and why; None where every rank was ended from outside.
 
     In this order: the earliest error that is not the loss of another rank; a rank that is gone without a last word;
-    the earliest loss.
+    a rank without a last word that another one lost; the earliest loss.
     """
     config = RunConfig.read(folder)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in range(config.layout.world_size)}
     for event in runfolder.read_events(folder):
         by_rank[event["rank"]].append(event)
-    last = {rank: own[-1] if own else None for rank, own in by_rank.items()}
-
-    errors = sorted((e for e in last.values() if e is not None and e["kind"] == "error"), key=lambda e: e["t"])
-    own_faults = [event for event in errors if not event["lost_rank"]]
-    silent = [rank for rank, event in last.items() if event is None or event["kind"] not in ENDS]
-    gone = [rank for rank in silent if rank in exits or (by_rank[rank] and not runfolder.is_rank(by_rank[rank][0]))]
+    ends = [event for own in by_rank.values() for event in own if event["kind"] in ENDS]
+    errors = sorted((event for event in ends if event["kind"] == "error"), key=lambda event: event["t"])
+    own_faults = [event for event in errors if event.get("lost_rank") is None]
+    silent = sorted(by_rank.keys() - {event["rank"] for event in ends})
+    gone = [rank for rank in silent if rank in exits]
+    gone += [rank for rank in silent if by_rank[rank] and runfolder.has_vanished(by_rank[rank][0])]
+    gone += [event["lost_rank"] for event in errors if event.get("lost_rank") in silent]
     if own_faults:
         fault = own_faults[0]
         rank, cause = fault["blamed"] if "blamed" in fault else fault["rank"], fault["error"]
     elif gone:
-        rank = next((rank for rank in gone if rank in exits), gone[0])
-        cause = exits.get(rank, "ended without a word: killed, out of memory, or crashed")
+        rank, cause = gone[0], exits.get(gone[0], "ended without a word: killed, out of memory, or crashed")
     elif errors:
         rank, cause = errors[0]["rank"], errors[0]["error"]
     elif exits:

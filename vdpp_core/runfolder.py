@@ -60,7 +60,7 @@ def create(config: RunConfig) -> Path:
 
 def write_atomically(path: Path, text: str) -> None:
     """All of it or nothing, also when the process dies in the middle."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with draft.open("w") as file:
         file.write(text)
         file.flush()
@@ -71,7 +71,7 @@ def write_atomically(path: Path, text: str) -> None:
 def save_latents(folder: Path, sample: int, latents: Tensor) -> None:
     """latents (B, C, F, H, W) of a finished sample, whole or not at all."""
     path = latents_path(folder, sample)
-    draft = path.with_suffix(f".{os.getpid()}")
+    draft = path.with_suffix(f".{secrets.token_hex(4)}")
     save_file({"latents": latents.contiguous().cpu()}, draft)
     draft.replace(path)
 
@@ -132,6 +132,11 @@ def launcher_alive(folder: Path) -> bool:
 def is_rank(start: Event) -> bool:
     """Whether the process of a rank's start event is still that rank, and on this machine."""
     return start["host"] == socket.gethostname() and _is_process(start["pid"], start["created"])
+
+
+def has_vanished(start: Event) -> bool:
+    """Whether the process of a rank's start event is known to be gone; of another machine's nothing is known."""
+    return start["host"] == socket.gethostname() and not is_rank(start)
 
 
 def _is_process(pid: int, created: float) -> bool:

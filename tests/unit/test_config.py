@@ -50,7 +50,7 @@ BAD = [
     ({"image": EXAMPLE_IMAGE, "model": "dummy"}, "model", "dummy", "no image encoders"),
     ({"model": "dummy", "model_id": "/somewhere"}, "model_id", "/somewhere", "not with model dummy"),
     ({"command": "dream"}, "command", "dream", "'simulate', 'benchmark' or 'generate'"),
-    ({"device": "tpu"}, "device", "tpu", "auto|cpu|mps|cuda"),
+    ({"device": "tpu"}, "device", "tpu", "auto, cpu, mps, cuda"),
     ({"dtype": "fp8"}, "dtype", "fp8", "'fp32'"),
     ({"backend": "mpi"}, "backend", "mpi", "'gloo'"),
     ({"threads": 0}, "threads", "0", "greater than or equal to 1"),

@@ -135,11 +135,9 @@ def test_a_rank_that_raised(folder, write_events):
         0,
         *start(0),
         *RANK_0,
-        (105.5, "error", {"error": "LostRankError: lost rank 1: connection closed", "lost_rank": True}),
+        (105.5, "error", {"error": "LostRankError: lost rank 1: connection closed", "lost_rank": 1}),
     )
-    write_events(
-        folder, 1, *start(1), *RANK_1[:6], (106.5, "error", {"error": "ValueError: NaN in step 3", "lost_rank": False})
-    )
+    write_events(folder, 1, *start(1), *RANK_1[:6], (106.5, "error", {"error": "ValueError: NaN in step 3"}))
     result = results.settle(folder)
     assert result["outcome"] == "failed"
     assert result["failure"] == {"rank": 1, "sample": 1, "step": 3, "cause": "ValueError: NaN in step 3"}
@@ -149,8 +147,8 @@ def test_a_rank_that_raised(folder, write_events):
 
 
 def test_the_earliest_own_fault_is_the_first_cause(folder, write_events):
-    write_events(folder, 0, *start(0), *RANK_0[:2], (101.5, "error", {"error": "OSError: one", "lost_rank": False}))
-    write_events(folder, 1, *start(1), (101.4, "error", {"error": "OSError: two", "lost_rank": False}))
+    write_events(folder, 0, *start(0), *RANK_0[:2], (101.5, "error", {"error": "OSError: one"}))
+    write_events(folder, 1, *start(1), (101.4, "error", {"error": "OSError: two"}))
     assert results.first_cause(folder, {}) == {"rank": 1, "sample": None, "step": None, "cause": "OSError: two"}
 
 
@@ -161,7 +159,7 @@ def test_a_rank_that_vanished(folder, write_events, gone):
         1,
         *start(1),
         *RANK_1[:4],
-        (104.2, "error", {"error": "LostRankError: lost rank 0: connection closed", "lost_rank": True}),
+        (104.2, "error", {"error": "LostRankError: lost rank 0: connection closed", "lost_rank": 0}),
     )
     result = results.settle(folder)
     assert result["outcome"] == "failed"
@@ -179,9 +177,7 @@ def test_how_a_rank_ended_is_told_by_its_launcher(folder, write_events, gone):
 
 def test_a_rank_that_was_blamed_by_another(folder, write_events):
     write_events(folder, 0, *start(0), *RANK_0[:2])
-    write_events(
-        folder, 1, *start(1), (110.0, "error", {"error": "stalled: no event for 5 s", "lost_rank": False, "blamed": 0})
-    )
+    write_events(folder, 1, *start(1), (110.0, "error", {"error": "stalled: no event for 5 s", "blamed": 0}))
     result = results.settle(folder)
     assert result["failure"] == {"rank": 0, "sample": 0, "step": 1, "cause": "stalled: no event for 5 s"}
 
@@ -192,14 +188,14 @@ def test_a_rank_on_another_host_is_not_taken_for_dead(tmp_path, write_events, go
     folder = runfolder.create(config)
     write_events(folder, 0, *start(0, HERE | {"host": "elsewhere"}), *stage(0, 0, 100.0))
     write_events(folder, 1, *start(1, gone), (102.0, "take", {"sample": 0, "seconds": 2.0}))
-    write_events(folder, 2, *start(2), (103.0, "error", {"error": "LostRankError: lost rank 1", "lost_rank": True}))
+    write_events(folder, 2, *start(2), (103.0, "error", {"error": "LostRankError: lost rank 1", "lost_rank": 1}))
     assert results.first_cause(folder, {})["rank"] == 1
 
 
 def test_the_rank_that_was_lost_is_the_cause_also_while_its_process_is_still_ending(folder, write_events):
     """A killed process closes its connections before it is gone, so its neighbour may look too early."""
     write_events(folder, 0, *start(0, HERE), *RANK_0[:6])
-    lost = {"error": "LostRankError: lost rank 0: connection closed", "lost_rank": True}
+    lost = {"error": "LostRankError: lost rank 0: connection closed", "lost_rank": 0}
     write_events(folder, 1, *start(1), *RANK_1[:4], (104.2, "error", lost))
     assert results.first_cause(folder, {})["rank"] == 0
 
@@ -214,7 +210,7 @@ def test_a_rank_that_was_told_to_end_is_no_failure_also_if_it_wrote_one_step_mor
 
 def test_only_losses(folder, write_events):
     for rank in range(2):
-        lost = {"error": f"LostRankError: lost rank {1 - rank}", "lost_rank": True}
+        lost = {"error": f"LostRankError: lost rank {1 - rank}", "lost_rank": 1 - rank}
         write_events(folder, rank, *start(rank), (101.0 + rank, "error", lost))
     assert results.settle(folder)["failure"]["cause"] == "LostRankError: lost rank 1"
 
