@@ -117,8 +117,9 @@ class _Rank:
             if config.image_path is None:
                 told = conditioning.synthetic(config, told)
             else:
-                pipeline = unets.load_pipeline(config, unet, scheduler)
-                told = conditioning.encode(config, pipeline, self.draws)
+                from vdpp_core.unets.svd import load_pipeline
+
+                told = conditioning.encode(config, load_pipeline(config, unet, scheduler), self.draws)
         with communication(dist.get_global_rank(world.stages, 0)):
             for tensor in told.tensors():
                 dist.broadcast(tensor.contiguous(), group=world.stages, group_src=0)

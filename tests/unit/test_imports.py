@@ -22,6 +22,7 @@ LAYERS = [
         "vdpp_core.mesh",
         "vdpp_core.unets",
         "vdpp_core.unets.dummy",
+        "vdpp_core.unets.published",
         "vdpp_core.unets.svd",
         "vdpp_core.cli",
         "vdpp_core.runfolder",

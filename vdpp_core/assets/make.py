@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from vdpp_core.config import EXAMPLE_IMAGE, MODELS
-from vdpp_core.unets.svd import PUBLISHED_SCHEDULER
+from vdpp_core.unets.published import PUBLISHED_SCHEDULER
 
 
 def tiny_pipeline() -> StableVideoDiffusionPipeline:

@@ -32,9 +32,6 @@ class DummyUNet(nn.Module):
         hidden = self.conv_in(sample.transpose(1, 2)) + time[..., None, None, None]
         return (self.conv_out(nn.functional.silu(hidden)).transpose(1, 2),)
 
-    def enable_forward_chunking(self, chunk_size: int | None = None, dim: int = 0) -> None:
-        """Nothing to chunk here."""
-
 
 def make_dummy(**factory: Any) -> DummyUNet:
     """The same dummy on every rank: its weights are drawn with seed 0."""

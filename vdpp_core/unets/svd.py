@@ -11,40 +11,10 @@ from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemp
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 
 from vdpp_core.config import RunConfig
+from vdpp_core.unets.published import PUBLISHED_SCHEDULER, PUBLISHED_UNET
 
 if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
-
-# huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt: unet/config.json, scheduler/scheduler_config.json
-PUBLISHED_UNET = {
-    "sample_size": 96,
-    "in_channels": 8,
-    "out_channels": 4,
-    "down_block_types": ("CrossAttnDownBlockSpatioTemporal",) * 3 + ("DownBlockSpatioTemporal",),
-    "up_block_types": ("UpBlockSpatioTemporal",) + ("CrossAttnUpBlockSpatioTemporal",) * 3,
-    "block_out_channels": (320, 640, 1280, 1280),
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 768,
-    "layers_per_block": 2,
-    "cross_attention_dim": 1024,
-    "transformer_layers_per_block": 1,
-    "num_attention_heads": (5, 10, 20, 20),
-    "num_frames": 25,
-}
-PUBLISHED_SCHEDULER = {
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "interpolation_type": "linear",
-    "num_train_timesteps": 1000,
-    "prediction_type": "v_prediction",
-    "sigma_max": 700.0,
-    "sigma_min": 0.002,
-    "steps_offset": 1,
-    "timestep_spacing": "leading",
-    "timestep_type": "continuous",
-    "use_karras_sigmas": True,
-}
 
 
 def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UNetSpatioTemporalConditionModel:
@@ -69,11 +39,11 @@ def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UN
 
 
 def load_scheduler(config: RunConfig) -> EulerDiscreteScheduler:
-    """The scheduler of `config.source`, or the published one with random weights and for the dummy.
+    """The scheduler of `config.source`, or the published one with random weights of the published size.
 
     Always Euler's (vdpp_core/machine.py refuses others): solvers with memory of earlier steps need it handed on.
     """
-    if config.source is None or (config.random_weights and config.model == "svd" and not config.model_id):
+    if config.random_weights and config.model == "svd" and not config.model_id:
         return EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
     return EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
 
