@@ -1,8 +1,9 @@
 """Runs in the background: started from a notebook or a terminal, watched from anywhere, ended without orphans."""
 
 from launch.job import Job, attach, jobs, start
+from launch.link import probe
 from launch.panel import sliders
 from launch.sweep import Sweep, sweep
-from launch.watch import probe, watch
+from launch.watch import watch
 
 __all__ = ["Job", "Sweep", "attach", "jobs", "probe", "sliders", "start", "sweep", "watch"]

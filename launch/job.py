@@ -35,18 +35,17 @@ class Job:
 
     def status(self) -> str:
         """starting, loading, warming up, running; or the outcome: ok, oom, failed, stopped."""
+        return self.outcome() or results.progress(self.folder)["phase"]
+
+    def outcome(self) -> str | None:
+        """How the run ended; None while it goes on. Cheaper than `status`."""
         result = self._settled()
-        if result is not None:
-            return result["outcome"]
-        kinds = {event["kind"] for event in runfolder.read_events(self.folder)}
-        for kind, word in (("clock", "running"), ("loaded", "warming up"), ("start", "loading")):
-            if kind in kinds:
-                return word
-        return "starting"
+        return None if result is None else result["outcome"]
 
     def progress(self) -> dict[str, Any]:
         """samples_finished, num_samples, share (0 … 1), seconds_left, and for each rank its phase, sample and step."""
-        return {"status": self.status(), **results.progress(self.folder)}
+        outcome, progress = self.outcome(), results.progress(self.folder)
+        return {"status": outcome or progress["phase"], **progress}
 
     def tail(self, rank: int = 0, lines: int = 20) -> str:
         """The last lines that a rank wrote to stdout and stderr."""

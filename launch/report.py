@@ -17,6 +17,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
+from traitlets.config import Config
 
 PROJECT = Path(__file__).resolve().parent.parent
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -81,6 +82,7 @@ def _execute(book: Any, path: Path, name: str, number: int, clock: Clock) -> str
         book,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
+        config=Config(KernelManager={"transport": "ipc"}),  # nothing listens on the network
         resources={"metadata": {"path": str(path.parent)}},
         on_cell_execute=say,
     )
@@ -126,14 +128,19 @@ def save_figures(book: Any, folder: Path) -> list[Path]:
     return saved
 
 
+def _picture(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    image = f'<img src="data:image/png;base64,{data}" alt="{path.stem}">'
+    return f"<figure>{image}<figcaption>{path.name}</figcaption></figure>"
+
+
 def _index(done: list[Done], figures: Path) -> str:
     rows = []
     for book in done:
         mark = f"<b>{html.escape(book.error)}</b>" if book.error else "ok"
         link = f'<a href="{book.path.stem}.html">{html.escape(book.title)}</a>'
         rows.append(f"<tr><td>{link}</td><td>{mark}</td><td>{book.seconds:.0f} s</td></tr>")
-    pictures = [base64.b64encode(path.read_bytes()).decode() for path in sorted(figures.glob("*.png"))]
-    shown = "".join(f'<img src="data:image/png;base64,{picture}" alt="">' for picture in pictures)
+    shown = "".join(_picture(path) for path in sorted(figures.glob("*.png")))
     date = time.strftime("%Y-%m-%d %H:%M")
     return f"""<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>Video diffusion lab: report of {date}</title>

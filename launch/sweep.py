@@ -32,21 +32,16 @@ class Sweep:
         return [Job(self.folder / run["run_id"]) for run in self.runs]
 
     def status(self) -> str:
-        """running; or ok, or how many runs ended otherwise."""
-        outcomes = [self._outcome(job) for job in self.jobs]
-        if "waiting" in outcomes:
-            return f"running, {len(outcomes) - outcomes.count('waiting')} of {len(outcomes)} done"
-        bad = [outcome for outcome in outcomes if outcome != "ok"]
-        return f"{len(bad)} of {len(outcomes)} not ok: {', '.join(sorted(set(bad)))}" if bad else "ok"
-
-    @staticmethod
-    def _outcome(job: Job) -> str:
-        status = job.status()
-        return status if status in ("ok", "oom", "failed", "stopped") else "waiting"
+        """How many of the runs are done; or ok; or how many ended otherwise."""
+        outcomes = [job.outcome() for job in self.jobs]
+        if None in outcomes:
+            return f"running, {len(outcomes) - outcomes.count(None)} of {len(outcomes)} done"
+        bad = sorted({str(outcome) for outcome in outcomes} - {"ok"})
+        return f"{len(outcomes) - outcomes.count('ok')} of {len(outcomes)} not ok: {', '.join(bad)}" if bad else "ok"
 
     def progress(self) -> dict[str, Any]:
         """runs_finished, num_runs, and the progress of the run that goes on."""
-        going = [job for job in self.jobs if self._outcome(job) == "waiting"]
+        going = [job for job in self.jobs if job.outcome() is None]
         return {
             "status": self.status(),
             "runs_finished": len(self.runs) - len(going),

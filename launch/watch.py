@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from html import escape
 from typing import Any
 
-import pandas as pd
 from IPython.display import HTML, display
 
 from launch.job import Job
 from launch.sweep import Sweep
 
-REFRESH_S = 0.5
-FINAL = ("ok", "oom", "failed", "stopped")
+REFRESH_S = 1.0
 
 
 def watch(job: Job | Sweep) -> Any:
@@ -28,14 +23,13 @@ def watch(job: Job | Sweep) -> Any:
     while not _ended(job):
         time.sleep(REFRESH_S)
         view.update(HTML(_page(job)))
+    result = job.wait()
     view.update(HTML(_page(job)))
-    return job.wait()
+    return result
 
 
 def _ended(job: Job | Sweep) -> bool:
-    if isinstance(job, Sweep):
-        return job.progress()["run"] is None
-    return job.status() in FINAL
+    return (job.jobs[-1] if isinstance(job, Sweep) else job).outcome() is not None
 
 
 def _page(job: Job | Sweep) -> str:
@@ -67,17 +61,3 @@ def _bar(name: str, share: float, words: str) -> str:
         f'<span style="width:24em;overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>'
         f'<progress value="{share:.3f}" max="1" style="width:16em"></progress><span>{escape(words)}</span></div>'
     )
-
-
-def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
-    """Latency and bandwidth between two ranks of this machine: bytes, seconds (one way), gb_per_s.
-
-    Raises:
-        RuntimeError: the ranks failed, with the last line they wrote.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "vdpp_core.probe", device]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the probe failed: {done.stderr.strip().splitlines()[-1]}")
-    return pd.DataFrame(json.loads(done.stdout.strip().splitlines()[-1]))

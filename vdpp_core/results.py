@@ -129,7 +129,8 @@ def _git_commit() -> str | None:
 
 
 def progress(folder: Path) -> dict[str, Any]:
-    """How far a run is: the phase and position of each rank, samples finished, the share done, seconds left."""
+    """How far a run is: its phase (starting, loading, warming up, running), samples finished, the share done, seconds
+    left, and each rank's last kind of event and position."""
     config, events = RunConfig.read(folder), runfolder.read_events(folder)
     layout, stages = config.layout, config.stages()
     ranks = []
@@ -151,7 +152,10 @@ def progress(folder: Path) -> dict[str, Any]:
     done, total = sum(rank["steps_done"] for rank in ranks), sum(rank["steps"] for rank in ranks)
     zero = min((event["t"] for event in events if event["kind"] == "clock"), default=None)
     elapsed = 0.0 if zero is None else max(event["t"] for event in events) - zero
+    kinds = {event["kind"] for event in events}
+    phases = (("clock", "running"), ("loaded", "warming up"), ("start", "loading"))
     return {
+        "phase": next((phase for kind, phase in phases if kind in kinds), "starting"),
         "samples_finished": sum(event["kind"] == "sample" for event in events),
         "num_samples": config.num_samples,
         "share": done / total,

@@ -1,0 +1,128 @@
+"""The figures: all of the data is inside the axes, axes have units, titles say what the data say."""
+
+from __future__ import annotations
+
+import io
+
+import ipywidgets as widgets
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+import launch
+from vdpp_core import Parallel, plots, schedule, tables
+from vdpp_core.config import RunConfig
+
+PP, DP, ONE = Parallel(pp=2), Parallel(dp=2), Parallel()
+
+
+def spans(layout: Parallel, samples: int = 6) -> list[schedule.Span]:
+    sizes = [len(stage) for stage in RunConfig(total_steps=8, parallel=layout).stages()]
+    return schedule.spans(layout, sizes, samples, [0.1] * layout.pp)
+
+
+@pytest.fixture
+def table() -> pd.DataFrame:
+    """As `tables.table` gives it, of three runs computed by the schedule."""
+    rows = []
+    for layout in (ONE, PP, DP):
+        numbers = schedule.numbers(spans(layout), layout)
+        row = {"ranks": layout.world_size, "dp": layout.dp, "pp": layout.pp, "outcome": "ok"}
+        for name in ("samples_per_s", "steady_state_samples_per_s"):
+            row[name] = numbers[name]
+        for name in ("latency_s", "interval_s"):
+            row[name] = float(np.median(numbers[name]))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def title(figure) -> str:
+    return figure.get_suptitle()
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+@pytest.mark.parametrize("order", [(ONE, PP, DP), (DP, ONE), (PP,)])
+def test_every_bar_of_a_gantt_chart_is_inside_its_panel(order, predicted):
+    """Panels share the time axis, whichever of them is the longest."""
+    figure = plots.gantt([(str(layout), spans(layout), layout) for layout in order], "title", "source", predicted)
+    for layout, panel in zip(order, figure.axes, strict=True):
+        left, right = panel.get_xlim()
+        bars = panel.patches
+        assert len(bars) == len(spans(layout))
+        assert all(left <= bar.get_x() and bar.get_x() + bar.get_width() <= right for bar in bars)
+        assert [label.get_text() for label in panel.get_yticklabels()] == [
+            f"rank {r}" for r in range(layout.world_size)
+        ]
+        assert {bar.get_linestyle() for bar in bars} == {"--" if predicted else "-"}
+    assert "seconds" in figure.axes[-1].get_xlabel()
+    assert figure.get_supxlabel() == "source"
+
+
+def test_numbers_in_bars_stand_out_from_the_bars():
+    """Readable in grey: black on light, white on dark."""
+    figure = plots.gantt([(str(layout), spans(layout), layout) for layout in (ONE, PP, DP)], "title", "source")
+    for panel in figure.axes:
+        for bar, text in zip(panel.patches, panel.texts, strict=True):
+            grey = np.dot(bar.get_facecolor()[:3], [0.299, 0.587, 0.114])
+            ink = {"black": 0.0, "white": 1.0}[text.get_color()]
+            assert abs(grey - ink) > 0.35
+
+
+def test_axes_differ_in_grey_or_marker():
+    greys = [np.dot(to_rgb(colour), [0.299, 0.587, 0.114]) for colour in plots.COLOURS.values()]
+    assert len(set(plots.MARKERS.values())) == len(plots.COLOURS)
+    assert abs(greys[list(plots.COLOURS).index("pp")] - greys[list(plots.COLOURS).index("dp")]) > 0.2
+
+
+def test_throughput_says_what_the_table_says(table):
+    figure = plots.throughput(table, tables.published(), "source")
+    rates = table.set_index(["pp", "dp"])["samples_per_s"]
+    assert f"{rates[2, 1] / rates[1, 2]:.2f} ×" in title(figure)
+    left, right = figure.axes
+    assert {"ranks"} == {left.get_xlabel(), right.get_xlabel()}
+    assert {"samples per second"} == {left.get_ylabel(), right.get_ylabel()}
+    lines = {line.get_label(): line for line in right.lines}
+    published = lines["step pipeline, fill left out"]
+    assert list(published.get_ydata()) == [0.118, 0.234, 0.49, 0.855]
+    assert published.get_markerfacecolor() == "white"
+    counted = lines["step pipeline, fill counted (computed)"]
+    assert counted.get_linestyle() == "--"
+    assert counted.get_ydata()[2] == pytest.approx(14 / (8.49 + 13 / 0.490))
+
+
+def test_scaling_efficiency_is_relative_to_one_rank(table):
+    figure = plots.scaling_efficiency(table, tables.published(), "source")
+    data_parallel = next(line for line in figure.axes[0].lines if "data parallel" in line.get_label())
+    assert list(data_parallel.get_ydata()) == pytest.approx([1.0, 1.0])
+    assert "100% (data parallel)" in title(figure)
+
+
+def test_latency_and_interval_are_two_lines(table):
+    figure = plots.latency(table, tables.published(), "source")
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert any("interval" in label for label in labels)
+    assert any("latency" in label for label in labels)
+    assert "divide the interval by 2.0" in title(figure)
+    assert "the latency of a sample by 1.00" in title(figure)
+
+
+def test_failed_runs_are_not_drawn(table):
+    failed = table.assign(outcome="failed", samples_per_s=99.0)
+    figure = plots.throughput(pd.concat([table, failed]), tables.published(), "source")
+    assert max(max(line.get_ydata()) for line in figure.axes[0].lines if len(line.get_ydata())) < 99
+
+
+def test_sliders_redraw_the_figure_when_moved():
+    def draw(ranks: int):
+        layout = Parallel(pp=ranks)
+        return plots.gantt([("pp", spans(layout), layout)], f"{ranks} ranks", "source", predicted=True)
+
+    control = widgets.IntSlider(2, 1, 8, continuous_update=False)
+    *_, picture = launch.sliders(draw, ranks=control).children
+    seen = {picture.value}
+    for control.value in (1, 8):
+        assert Image.open(io.BytesIO(picture.value)).width > 500
+        seen.add(picture.value)
+    assert len(seen) == 3
