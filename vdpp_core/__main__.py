@@ -12,6 +12,7 @@ from typing import Any
 
 from vdpp_core import cli, machine, runfolder
 from vdpp_core.config import ConfigError, RunConfig
+from vdpp_core.measure import keep_freed_memory
 from vdpp_core.mesh import Ranks, agree
 
 
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
         if ranks.rank == 0:
             cli.fail(error.as_flag())
         raise SystemExit(2) from None
+    keep_freed_memory()
     try:
         for folder in folders:
             _execute(folder, ranks)
