@@ -17,7 +17,7 @@ from vdpp_core.config import EXAMPLE_IMAGE, MODELS
 from vdpp_core.media import read_image
 
 REPEATS = 5  # of the sweep
-PAIRS = 15  # engine and official pipeline; short, since the machine drifts
+PAIRS = 31  # engine and official pipeline; short, since the machine drifts
 BASE = RunConfig(
     latent_shape=(1, 4, 14, 8, 8), total_steps=28, num_samples=14, warmup_samples=1, threads=1, device="cpu"
 )
