@@ -35,7 +35,7 @@ def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UN
             unet = UNetSpatioTemporalConditionModel.from_config(architecture)
     finally:
         torch.set_default_dtype(default)
-    return unet.to(device, dtype).eval()
+    return unet.to(device).eval()
 
 
 def load_scheduler(config: RunConfig) -> EulerDiscreteScheduler:
