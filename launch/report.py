@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import html
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
-from traitlets.config import Config
 
 PROJECT = Path(__file__).resolve().parent.parent
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -82,12 +82,11 @@ def _execute(book: Any, path: Path, name: str, number: int, clock: Clock) -> str
         book,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
-        config=Config(KernelManager={"transport": "ipc"}),  # nothing listens on the network
         resources={"metadata": {"path": str(path.parent)}},
         on_cell_execute=say,
     )
     try:
-        client.execute()
+        client.execute(stderr=subprocess.DEVNULL)  # the kernel's own words; a cell's are in the notebook
     except CellExecutionError as error:
         failed = next(i for i in code if any(out.output_type == "error" for out in book.cells[i].get("outputs", [])))
         return f"failed in cell {code.index(failed) + 1}: {error.ename}: {error.evalue}"
