@@ -250,6 +250,6 @@ def makespans(layouts: Sequence[tuple[Parallel, pd.Series]], title: str, small_p
 def _finish(panel: Axes, ylabel: str, xlabel: str = "ranks") -> None:
     panel.set_xlabel(xlabel)
     panel.set_ylabel(ylabel)
-    panel.set_ylim(bottom=0)
+    panel.set_ylim(0, panel.dataLim.y1 * 1.08)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.legend(fontsize=7.5)
