@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import launch
+from launch.__main__ import main
 from vdpp_core import ConfigError, Parallel, RunConfig, runfolder
 
 WaitUntil = Callable[[Callable[[], Any], float], Any]
@@ -234,9 +235,18 @@ def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
         (["start", "simulate", "--num-samples", "0"], "--num-samples 0"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], named: str):
-    done = launch_command(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"error: {named}")
+def test_bad_input_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    named: str,
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert said.startswith(f"error: {named}")
     assert not (tmp_path / "runs").exists()
