@@ -92,7 +92,7 @@ def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunCon
     if not set(axes) <= {"pp", "dp"}:
         raise ConfigError("layouts", arguments.layouts, "must be pp, dp or pp,dp")
     layouts = {Parallel(**{axis: number}) for number in ranks for axis in axes}
-    base = cli.run_config(arguments, 1)
+    base = cli.without_layout(arguments)
     ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.dp))
     return [base.replace(parallel=layout) for layout in ordered]
 
@@ -103,7 +103,10 @@ def _status(arguments: argparse.Namespace) -> None:
 
 
 def _row(job: Job | Sweep) -> dict[str, Any]:
-    progress = job.progress()
+    try:
+        progress = job.progress()
+    except ConfigError as error:
+        return {"run": job.run_id, "status": str(error), "done": None, "seconds left": None, "at": None}
     if isinstance(job, Sweep):
         done = f"{progress['runs_finished']} of {progress['num_runs']} runs"
         return {"run": job.run_id, "status": progress["status"], "done": done, "seconds left": None, "at": None}

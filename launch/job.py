@@ -34,7 +34,7 @@ class Job:
         return f"Job({self.run_id!r}, {self.status()})"
 
     def status(self) -> str:
-        """starting, loading, warming up, running; or the outcome: ok, oom, failed, stopped."""
+        """starting, loading, warming up, running; or the outcome: ok, failed, stopped."""
         return self.outcome() or results.progress(self.folder)["phase"]
 
     def outcome(self) -> str | None:
@@ -86,6 +86,8 @@ class Job:
 
     def _settled(self) -> dict[str, Any] | None:
         result = runfolder.read_result(self.folder)
+        if result is None and runfolder.read_launcher(self.folder) is None:  # started by hand, or about to start
+            return results.settle(self.folder) if results.all_ended(self.folder) else None
         if result is None and not runfolder.launcher_alive(self.folder):
             end_ranks(self.folder)
             result = results.settle(self.folder, reason="the launcher was killed")

@@ -107,6 +107,6 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
             run_id = f"{len(runs):03d}-{str(config.layout).replace(' × ', '-').replace(' ', '')}"
             folders.append(prepare(config.replace(output_dir=folder / run_id)))
             runs.append({"run_id": run_id, "config": number, "repeat": repeat})
-    runfolder.write_atomically(folder / "sweep.json", json.dumps(runs, indent=2) + "\n")
     launch(folders, log=folder / "launcher.log", sweep=folder)
+    runfolder.write_atomically(folder / "sweep.json", json.dumps(runs, indent=2) + "\n")
     return Sweep(folder)

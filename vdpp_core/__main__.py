@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vdpp_core import cli, machine, runfolder
-from vdpp_core.config import ConfigError, RunConfig
+from vdpp_core.config import ConfigError, Parallel, RunConfig
 from vdpp_core.measure import keep_freed_memory
 from vdpp_core.mesh import Ranks, agree
 
@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
     try:
         if arguments.command == "run":
+            _each_once(arguments.folder)
             folders = [_prepared(folder, ranks) for folder in arguments.folder]
         else:
             folders = [_new_run(arguments, argv, ranks)]
@@ -58,15 +59,23 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
     config = cli.run_config(arguments, wanted)
     machine.check(config, ranks.local_world_size if ranks.under_torchrun else wanted)
     if wanted != ranks.world_size:
+        runfolder.check_place(config)
         _become_torchrun(wanted, argv)
     return Path(agree(ranks, lambda: str(runfolder.create(config))))
+
+
+def _each_once(folders: list[Path]) -> None:
+    places = [folder.resolve() for folder in folders]
+    for place in places:
+        if places.count(place) > 1:
+            raise ConfigError("folder", place, "is named twice; a run folder is run once")
 
 
 def _prepared(folder: Path, ranks: Ranks) -> Path:
     """A run folder that was made for so many ranks and was not run before."""
     if not (folder / "config.json").is_file():
         raise ConfigError("folder", folder, "must be a run folder, it has no config.json")
-    needed = RunConfig.read(folder).layout.world_size
+    needed = (RunConfig.read(folder).parallel or Parallel()).world_size
     if needed != ranks.world_size:
         raise ConfigError("folder", folder, f"was made for {needed} ranks, not {ranks.world_size}")
     agree(ranks, lambda: _not_run_before(folder), str(folder.absolute()))

@@ -57,14 +57,23 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {name: value for name, value in vars(arguments).items() if name in RunConfig.model_fields}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def without_layout(arguments: argparse.Namespace) -> RunConfig:
+    """The configuration of a parsed command line, to be completed with a layout."""
+    return RunConfig(**_given(arguments))
+
+
 def run_config(arguments: argparse.Namespace, ranks: int) -> RunConfig:
     """The configuration of a parsed command line on so many ranks.
 
     Raises:
         ConfigError: one line that names the argument, its value and what is allowed.
     """
-    given = {name: value for name, value in vars(arguments).items() if name in RunConfig.model_fields}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _given(arguments)
     if arguments.dp is not None or arguments.pp is not None:
         dp = Parallel(dp=arguments.dp or 1).dp
         given["parallel"] = Parallel(dp=dp, pp=arguments.pp or max(1, ranks // dp))

@@ -124,11 +124,11 @@ class RunConfig(_Frozen):
     image: Path | None = Field(
         default=None, description="image to animate; a benchmark without one conditions on noise"
     )
-    guidance_scale: float = Field(default=3.0, ge=0, description="guidance of the last frame")
-    min_guidance_scale: float = Field(default=1.0, ge=0, description="guidance of the first frame")
+    guidance_scale: float = Field(default=3.0, ge=0, le=1_000, description="guidance of the last frame")
+    min_guidance_scale: float = Field(default=1.0, ge=0, le=1_000, description="guidance of the first frame")
     fps: int = Field(default=7, ge=1, le=1_000, description="frames per second; the model is conditioned on fps - 1")
     motion_bucket_id: int = Field(default=127, ge=0, le=255, description="how much should move")
-    noise_aug_strength: float = Field(default=0.02, ge=0, description="noise added to the conditioning image")
+    noise_aug_strength: float = Field(default=0.02, ge=0, le=100, description="noise added to the conditioning image")
 
     parallel: Parallel | None = Field(default=None, description="layout; every rank a stage where none is given")
     stage_weights: tuple[float, ...] | None = Field(
@@ -267,5 +267,13 @@ class RunConfig(_Frozen):
 
     @classmethod
     def read(cls, run_folder: Path) -> RunConfig:
-        """The configuration of a run folder."""
-        return cls(**json.loads((run_folder / "config.json").read_text()))
+        """The configuration of a run folder.
+
+        Raises:
+            ConfigError: config.json is missing, damaged or holds what is no configuration.
+        """
+        path = run_folder / "config.json"
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError("folder", run_folder, f"must have a run's config.json ({error})") from None

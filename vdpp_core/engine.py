@@ -147,6 +147,8 @@ class _Rank:
 
     def _finish(self, sample: int, latents: Tensor) -> None:
         if self.config.save_latents:
+            if not torch.isfinite(latents).all():
+                raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
             runfolder.save_latents(self.folder, sample, latents.transpose(1, 2))
         self.log.write("sample", sample)
 

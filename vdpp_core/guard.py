@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from vdpp_core import results, runfolder
-from vdpp_core.config import RunConfig
 from vdpp_core.measure import EventLog
 
 PERIOD_S = 0.5
@@ -59,19 +58,9 @@ class Guard(threading.Thread):
             elif self.parent is not None and os.getppid() != self.parent:
                 self._end(1, "terminated", signal="the launcher is gone")
             elif self.timeout_s is not None and runfolder.silence_s(self.folder) > self.timeout_s:
-                blamed = self._stalled_rank()
+                blamed = results.stalled_rank(self.folder)
                 cause = f"stalled: no rank wrote an event for {self.timeout_s:g} s (timeout_s)"
                 self._end(1, "error", error=cause, blamed=blamed)
-
-    def _stalled_rank(self) -> int:
-        """The rank that is in the middle of a stage, while the others wait for it."""
-        config = RunConfig.read(self.folder)
-        last = {event["rank"]: event for event in runfolder.read_events(self.folder)}
-        for rank, event in sorted(last.items()):
-            steps = config.stages()[config.layout.coordinates(rank)[1]]
-            if event["kind"] == "take" or (event["kind"] == "step" and event["step"] != steps[-1]):
-                return rank
-        return min(last, key=lambda rank: last[rank]["t"])
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:
         """Have the last word, then see to the result once the others have had theirs; a launcher does that better."""

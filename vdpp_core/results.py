@@ -188,11 +188,19 @@ def settle(
     if result is not None and (not again or result["outcome"] == "ok"):
         return result
     failure = first_cause(folder, exits or {})
+    if reason == "stopped" and not _own_fault(folder):  # that some ranks lost others is then no wonder
+        failure = None
     if failure is not None and not (reason and _all_vanished(folder)):
         return write(folder, "failed", failure)
     if reason is None or reason == "stopped":
         return write(folder, "stopped")
     return write(folder, "failed", {"rank": None, "sample": None, "step": None, "cause": reason})
+
+
+def _own_fault(folder: Path) -> bool:
+    """Whether a rank failed by itself and not by the loss of another."""
+    events = runfolder.read_events(folder)
+    return any(event["kind"] == "error" and event.get("lost_rank") is None for event in events)
 
 
 def _all_vanished(folder: Path) -> bool:
@@ -201,11 +209,22 @@ def _all_vanished(folder: Path) -> bool:
 
 
 def all_ended(folder: Path) -> bool:
-    """Whether each rank that started has had its last word or is known to be gone."""
+    """Whether ranks have started, and each has had its last word or is known to be gone."""
     events = runfolder.read_events(folder)
-    ended = {event["rank"] for event in events if event["kind"] in ENDS}
-    starts = [event for event in events if event["kind"] == "start" and event["rank"] not in ended]
-    return all(runfolder.has_vanished(start) for start in starts)
+    ended = {event["rank"] for event in events if event["kind"] in ("error", "terminated")}
+    starts = [event for event in events if event["kind"] == "start"]
+    return bool(starts) and all(start["rank"] in ended or runfolder.has_vanished(start) for start in starts)
+
+
+def stalled_rank(folder: Path) -> int:
+    """Of a run that has fallen silent, the rank in the middle of a stage, for which the others wait."""
+    config = RunConfig.read(folder)
+    last = {event["rank"]: event for event in runfolder.read_events(folder)}
+    for rank, event in sorted(last.items()):
+        steps = config.stages()[config.layout.coordinates(rank)[1]]
+        if event["kind"] == "take" or (event["kind"] == "step" and event["step"] != steps[-1]):
+            return rank
+    return min(last, key=lambda rank: last[rank]["t"])
 
 
 def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None:
@@ -225,11 +244,15 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     gone = [rank for rank in silent if rank in exits]
     gone += [rank for rank in silent if by_rank[rank] and runfolder.has_vanished(by_rank[rank][0])]
     gone += [event["lost_rank"] for event in errors if event.get("lost_rank") in silent]
+    terminated = {event["rank"] for event in ends if event["kind"] == "terminated"}
+    told = [event["lost_rank"] for event in errors if event.get("lost_rank") in terminated]
     if own_faults:
         fault = own_faults[0]
         rank, cause = fault["blamed"] if "blamed" in fault else fault["rank"], fault["error"]
     elif gone:
         rank, cause = gone[0], exits.get(gone[0], "ended without a word: killed, out of memory, or crashed")
+    elif told:
+        rank, cause = told[0], "ended from outside by a signal"
     elif errors:
         rank, cause = errors[0]["rank"], errors[0]["error"]
     elif exits:

@@ -40,8 +40,8 @@ def new_run_id(config: RunConfig) -> str:
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), config.command, model, layout, secrets.token_hex(2)])
 
 
-def create(config: RunConfig) -> Path:
-    """Make the run folder and write config.json.
+def check_place(config: RunConfig) -> Path:
+    """Where the run folder will be.
 
     Raises:
         ConfigError: there is something at that place already, or it cannot be written.
@@ -50,6 +50,22 @@ def create(config: RunConfig) -> Path:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError("output_dir", folder, "exists already: name a new folder")
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:
+        raise ConfigError("output_dir", folder, f"must be a folder that can be written ({error.strerror})") from None
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError("output_dir", folder, f"must be a folder that can be written ({nearest} is not)")
+    return folder
+
+
+def create(config: RunConfig) -> Path:
+    """Make the run folder and write config.json.
+
+    Raises:
+        ConfigError: there is something at that place already, or it cannot be written.
+    """
+    folder = check_place(config)
+    try:
         for part in ("events", "latents", "logs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.json", config.replace(output_dir=folder).to_json())
@@ -114,7 +130,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 def write_launcher(folder: Path, pid: int) -> None:
     """Record the process that watches over the run and settles it after a bad end."""
-    facts = {"pid": pid, "created": psutil.Process(pid).create_time()}
+    facts = {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}
     write_atomically(folder / "job.json", json.dumps(facts) + "\n")
 
 
@@ -125,8 +141,11 @@ def read_launcher(folder: Path) -> dict[str, Any] | None:
 
 
 def launcher_alive(folder: Path) -> bool:
+    """Whether somebody watches over the run; of another machine's launcher it is assumed."""
     launcher = read_launcher(folder)
-    return launcher is not None and _is_process(launcher["pid"], launcher["created"])
+    if launcher is None:
+        return False
+    return launcher["host"] != socket.gethostname() or _is_process(launcher["pid"], launcher["created"])
 
 
 def is_rank(start: Event) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pandas as pd
@@ -37,13 +37,13 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "steady_state_samples_per_s": result.get("steady_state_samples_per_s"),
                 "first_sample_time_s": result.get("first_sample_time_s"),
                 "latency_s": median(result["latency_s"]) if result.get("latency_s") else None,
-                "interval_s": median(result["interval_s"]) if result.get("interval_s") else None,
+                "interval_s": fmean(result["interval_s"]) if result.get("interval_s") else None,
                 "bubble": result.get("bubble"),
                 "max_peak_memory_gb": result["max_peak_memory_gb"],
                 "predicted_makespan_s": (result["predicted"] or {}).get("makespan_s"),
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=None if rows else ["run_id", "outcome"])
 
 
 def published() -> dict[str, Any]:

@@ -6,6 +6,7 @@ not communicate while the clock runs, so its rate is the machine's own limit L2.
 """
 
 import time
+from statistics import median
 
 import pandas as pd
 import torch
@@ -30,6 +31,14 @@ def step_s(job: launch.Job) -> float:
     return sum(span.busy for span in spans) / steps
 
 
+def ratio(name: str, job: launch.Job, other: launch.Job) -> float:
+    """A number of one run over that of another; of a list, the medians."""
+    mine, theirs = (
+        median(value) if isinstance(value, list) else value for value in (job.result()[name], other.result()[name])
+    )
+    return mine / theirs
+
+
 def sweep_rows(sweep: launch.Sweep) -> pd.DataFrame:
     """One row a repeat."""
     rows = []
@@ -51,6 +60,10 @@ def sweep_rows(sweep: launch.Sweep) -> pd.DataFrame:
                 "one rank, samples/s": rate[one],
                 "step pipeline / one rank": rate[pp] / rate[one],
                 "L2 = two processes / one": rate[dp] / rate[one],
+                "step pipeline / one rank, fill counted": ratio("samples_per_s", pp, one),
+                "data parallel / one rank, fill counted": ratio("samples_per_s", dp, one),
+                "makespan, step pipeline / data parallel": ratio("makespan_s", pp, dp),
+                "latency, step pipeline / one rank": ratio("latency_s", pp, one),
                 "step pipeline / (L2 × one rank)": rate[pp] / rate[dp],
                 "makespan / formula": pp.result()["makespan_s"] / formula,
                 "hand-off wait / busy, rank 0": waits[0],

@@ -110,6 +110,59 @@ def test_a_frozen_rank_does_not_outlive_a_stop(long_job: launch.Job, wait_until:
     assert_nothing_left(long_job, ranks, wait_until)
 
 
+def test_a_rank_that_stands_still_alone_is_named_within_its_timeout(tmp_path: Path, wait_until: WaitUntil):
+    """No guard of another rank can see it; the launcher does."""
+    job = launch.start(LONG.replace(output_dir=tmp_path / "run", timeout_s=4))
+    wait_until(lambda: finished(job.folder) >= 1, 60)
+    ranks = pids(job.folder)
+    os.kill(ranks[0], signal.SIGSTOP)
+    result = job.wait(15)
+    assert (result["outcome"], result["failure"]["rank"]) == ("failed", 0)
+    assert "stalled" in result["failure"]["cause"]
+    assert_nothing_left(job, ranks, wait_until)
+
+
+def test_a_rank_that_stands_still_is_named_and_ended_soon(tmp_path: Path, wait_until: WaitUntil):
+    """torchrun's agent would give it 30 s to hear SIGTERM."""
+    job = launch.start(LONG.replace(output_dir=tmp_path / "run", timeout_s=4, parallel=Parallel(pp=2)))
+    wait_until(lambda: finished(job.folder) >= 1, 60)
+    ranks = pids(job.folder)
+    os.kill(ranks[0], signal.SIGSTOP)
+    result = job.wait(20)
+    assert (result["outcome"], result["failure"]["rank"]) == ("failed", 0)
+    assert_nothing_left(job, ranks, wait_until)
+
+
+def test_looking_at_a_run_that_somebody_started_by_hand_leaves_it_alone(tmp_path: Path, wait_until: WaitUntil):
+    folder = runfolder.create(SHORT.replace(output_dir=tmp_path / "run", total_steps=50, num_samples=100).for_ranks(1))
+    job = launch.attach("run", root=tmp_path)
+    assert job.status() == "starting"
+    by_hand = subprocess.Popen([sys.executable, "-m", "vdpp_core", "run", str(folder)])
+    while by_hand.poll() is None:
+        assert job.status() in ("starting", "loading", "warming up", "running", "ok")
+        time.sleep(0.05)
+    assert (by_hand.returncode, job.status()) == (0, "ok")
+
+
+def test_a_sweep_that_is_watched_from_its_first_moment_is_not_disturbed(tmp_path: Path):
+    code = f"""
+import launch
+from pathlib import Path
+from vdpp_core import RunConfig
+config = RunConfig(**{SHORT.model_dump(mode="json", exclude_none=True)!r})
+launch.sweep([config] * 2, repeats=10, root=Path({str(tmp_path)!r}))
+"""
+    starting = subprocess.Popen([sys.executable, "-c", code])
+    while starting.poll() is None:
+        for job in launch.jobs(tmp_path):
+            job.status()
+    (sweep,) = launch.jobs(tmp_path)
+    assert isinstance(sweep, launch.Sweep)
+    assert sweep.table().empty
+    assert [job.outcome() for job in sweep.jobs] == [None] * 20
+    sweep.stop()
+
+
 def test_a_run_goes_on_when_the_process_that_started_it_is_killed(tmp_path: Path, wait_until: WaitUntil):
     """As after a kernel restart: another process attaches and sees it go on."""
     folder = tmp_path / "run"

@@ -289,6 +289,7 @@ def test_events_are_in_the_order_of_time(finished):
 
 def test_progress(folder, write_events):
     assert results.progress(folder) == {
+        "phase": "starting",
         "samples_finished": 0,
         "num_samples": 2,
         "share": 0,
@@ -306,10 +307,19 @@ def test_progress(folder, write_events):
         ("step", 0, 3),
     ]
     assert [rank["steps_done"] for rank in progress["ranks"]] == [3, 2]
+    assert progress["phase"] == "running"
     assert progress["share"] == pytest.approx(5 / 8)
     assert progress["seconds_left"] == pytest.approx(4.0 * 3 / 5)
     write_events(folder, 1, *start(1), *RANK_1, done(107.1))
     assert results.progress(folder)["samples_finished"] == 2
+
+
+def test_a_rank_that_somebody_ended_is_the_cause_of_its_neighbours_loss(folder, write_events, gone):
+    write_events(folder, 0, *start(0, gone), *RANK_0[:6], (103.6, "terminated", {"signal": "SIGTERM"}))
+    lost = (104.1, "error", {"error": "LostRankError: lost rank 0: closed", "lost_rank": 0})
+    write_events(folder, 1, *start(1, gone), *RANK_1[:3], lost)
+    assert results.first_cause(folder, {})["rank"] == 0
+    assert results.settle(folder, reason="stopped")["outcome"] == "stopped"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UN
     """The UNet of `config.source` on `device`, ready for inference; random weights are the same on every rank."""
     if not config.random_weights:
         load = UNetSpatioTemporalConditionModel.from_pretrained
-        unet = _half_variant_first(load, config.source, dtype, subfolder="unet")
+        unet = _load_either_variant(load, config.source, dtype, subfolder="unet")
         return unet.to(device).eval()
 
     architecture: dict[str, Any] = PUBLISHED_UNET
@@ -55,17 +55,19 @@ def load_pipeline(
     from diffusers import StableVideoDiffusionPipeline
 
     load = StableVideoDiffusionPipeline.from_pretrained
-    pipeline = _half_variant_first(load, config.source, unet.dtype, unet=unet, scheduler=scheduler)
+    pipeline = _load_either_variant(load, config.source, unet.dtype, unet=unet, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(unet.device)
 
 
-def _half_variant_first(load: Callable[..., Any], source: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:
+def _load_either_variant(load: Callable[..., Any], source: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:
     with warnings.catch_warnings():  # diffusers ≥ 0.42 prefers `dtype`, which 0.36 does not know
         warnings.filterwarnings("ignore", message=".*torch_dtype.*")
-        if dtype != torch.float32:
+        variants = (None, "fp16") if dtype == torch.float32 else ("fp16", None)
+        try:
+            return load(source, torch_dtype=dtype, variant=variants[0], use_safetensors=True, **kwargs)
+        except (OSError, ValueError) as error:
             try:
-                return load(source, torch_dtype=dtype, variant="fp16", use_safetensors=True, **kwargs)
+                return load(source, torch_dtype=dtype, variant=variants[1], use_safetensors=True, **kwargs)
             except (OSError, ValueError):
-                pass  # no fp16 variant there: the plain files follow
-        return load(source, torch_dtype=dtype, use_safetensors=True, **kwargs)
+                raise error from None  # what was asked for first is what should be there
