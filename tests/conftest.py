@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from vdpp_core.config import EXAMPLE_IMAGE, MODELS, RunConfig
+from vdpp_core.media import read_image
 from vdpp_core.runfolder import events_paths
 
 DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -61,10 +62,12 @@ def official() -> Callable[[RunConfig, int], torch.Tensor]:
         path, seed = config.image or EXAMPLE_IMAGE, config.seed + sample
         key = json.dumps([arguments, config.dtype, str(path), seed])
         if key not in known:
-            with one_thread(), Image.open(path) as image:
+            with one_thread():
                 generator = torch.Generator().manual_seed(seed)
                 pipeline = official_pipeline(DTYPES[config.dtype])
-                frames = pipeline(image.convert("RGB"), generator=generator, output_type="latent", **arguments).frames
+                frames = pipeline(
+                    read_image(path, config.image_size), generator=generator, output_type="latent", **arguments
+                ).frames
             known[key] = frames.transpose(1, 2)
         return known[key]
 

@@ -13,6 +13,7 @@ from typing import Any
 from vdpp_core import cli, machine, runfolder
 from vdpp_core.config import ConfigError, Parallel, RunConfig
 from vdpp_core.measure import keep_freed_memory
+from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree
 
 
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> None:
             cli.fail(error.as_flag())
         raise SystemExit(2) from None
     keep_freed_memory()
+    no_loading_bars()
     try:
         for folder in folders:
             _execute(folder, ranks)
@@ -62,6 +64,13 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
         runfolder.check_place(config)
         _become_torchrun(wanted, argv)
     return Path(agree(ranks, lambda: str(runfolder.create(config))))
+
+
+def no_loading_bars() -> None:
+    """diffusers draws a bar for each folder that it reads; the run has its own."""
+    from diffusers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _each_once(folders: list[Path]) -> None:
@@ -122,7 +131,7 @@ def _show(folder: Path, as_json: bool) -> None:
     if config.command == "simulate":
         for line in _assignment(config):
             print(line)
-    for name, value in _summary(result).items():
+    for name, value in (_summary(result) | _videos(result, config)).items():
         print(f"  {name:34} {value}")
     print(f"run folder: {folder}")
 
@@ -155,6 +164,23 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "utilisation per rank": ", ".join(f"{share:.0%}" for share in result["utilisation_per_rank"]),
         "peak memory per rank (GB)": ", ".join(f"{peak:.3f}" for peak in result["peak_memory_gb_per_rank"]),
     }
+
+
+def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
+    if config.command != "generate" or config.image_path is None:
+        return {}
+    lines = {
+        "image": how_it_fits(config.image_path, config.image_size),
+        "videos": f"{result['videos_written']} × {config.shape[2]} frames, {config.fps} a second, in videos/",
+        "decoding of each sample (s)": ", ".join(f"{seconds:.2f}" for seconds in result["decode_s"][:8]),
+    }
+    if official := result["official"]:
+        lines["equal to the official pipeline"] = (
+            f"latents {official['equal_latents']} of {official['samples']}, "
+            f"frames {official['equal_frames']} of {official['samples']}; "
+            f"largest difference {official['max_latent_difference']:.2g}, {official['max_frame_difference']} of 255"
+        )
+    return lines
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from vdpp_core.config import Parallel, RunConfig
 COMMANDS = {
     "simulate": "the logic of a run on the dummy network, CPU and fp32",
     "benchmark": "throughput, latency and utilisation of a model",
-    "generate": "latents of videos from an image",
+    "generate": "videos from an image: MP4, GIF and a contact sheet",
 }
 _NOT_FLAGS = ("command", "parallel")
 

@@ -70,12 +70,11 @@ def encode(config: RunConfig, pipeline: StableVideoDiffusionPipeline, draws: lis
     that asks for it, the VAE is left in fp32.
     """
     assert config.image_path is not None
-    image, device, batch = read_image(config.image_path), pipeline.unet.device, config.shape[0]
+    image, device, batch = read_image(config.image_path, config.image_size), pipeline.unet.device, config.shape[0]
     guided = config.guidance_scale > 1
     image_embeddings = pipeline._encode_image(image, device, batch, guided)
-    pixels = pipeline.video_processor.preprocess(image, height=config.shape[3] * 8, width=config.shape[4] * 8).to(
-        device
-    )
+    pixels = pipeline.video_processor.preprocess(image, height=config.image_size[1], width=config.image_size[0])
+    pixels = pixels.to(device)
     if pipeline.vae.dtype == torch.float16 and pipeline.vae.config.force_upcast:
         pipeline.vae.to(dtype=torch.float32)
     image_latents = []

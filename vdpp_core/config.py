@@ -129,6 +129,10 @@ class RunConfig(_Frozen):
     fps: int = Field(default=7, ge=1, le=1_000, description="frames per second; the model is conditioned on fps - 1")
     motion_bucket_id: int = Field(default=127, ge=0, le=255, description="how much should move")
     noise_aug_strength: float = Field(default=0.02, ge=0, le=100, description="noise added to the conditioning image")
+    decode_chunk_size: int = Field(default=4, ge=1, le=1_000, description="frames that the VAE decodes at a time")
+    compare_official: bool = Field(
+        default=False, description="generate each video with diffusers' pipeline, too, and report equality"
+    )
 
     parallel: Parallel | None = Field(default=None, description="layout; every rank a stage where none is given")
     stage_weights: tuple[float, ...] | None = Field(
@@ -193,6 +197,8 @@ class RunConfig(_Frozen):
         has_encoders = self.model != "dummy" and not self.random_weights
         if (self.image is not None or self.command == "generate") and not has_encoders:
             raise ConfigError("model", self.model, "has no image encoders (dummy, random weights): use tiny or svd")
+        if self.compare_official and self.command != "generate":
+            raise ConfigError("compare_official", True, f"only with generate, {self.command} makes no videos")
         if self.parallel is not None:
             self._check_layout(self.parallel)
         return self
@@ -243,6 +249,11 @@ class RunConfig(_Frozen):
         rows = self.height // PIXELS_PER_LATENT if self.height else rows
         columns = self.width // PIXELS_PER_LATENT if self.width else columns
         return 1, LATENT_CHANNELS, self.num_frames or frames, rows, columns
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Width and height of the videos in pixels."""
+        return self.shape[4] * PIXELS_PER_LATENT, self.shape[3] * PIXELS_PER_LATENT
 
     @property
     def source(self) -> str | None:

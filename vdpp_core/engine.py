@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from vdpp_core import conditioning, machine, results, runfolder, unets
+from vdpp_core import conditioning, machine, results, runfolder, unets, videos
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
@@ -77,6 +77,7 @@ class _Rank:
         self.dtype = machine.dtype(config)
         self.stopwatch = Stopwatch(world.device)
         self.step_s = 0.0
+        self.finished: dict[int, Tensor] = {}
         self.log.write("start", **self._facts())
 
     def _facts(self) -> dict[str, Any]:
@@ -105,7 +106,12 @@ class _Rank:
             self.guard.watch(max(self.config.timeout_s, 5 * self.step_s))
         if self.samples:
             self._denoise(self.samples, self._noise, self._finish)
-        self.log.write("done", memory=memory.peak())
+        facts: dict[str, Any] = {"memory": memory.peak()}
+        if self.config.command == "generate":
+            memory.reset()
+            self._make_videos()
+            facts["decode_memory"] = memory.peak()
+        self.log.write("done", **facts)
 
     def _load(self) -> None:
         """UNet and conditioning; the encoders are freed when this returns."""
@@ -150,7 +156,37 @@ class _Rank:
             if not torch.isfinite(latents).all():
                 raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
             runfolder.save_latents(self.folder, sample, latents.transpose(1, 2))
+        if self.config.command == "generate":
+            self.finished[sample] = latents
         self.log.write("sample", sample)
+
+    def _make_videos(self) -> None:
+        """The second phase: the UNet goes, the latents are shared out, every rank makes its share of the videos."""
+        if self.guard:
+            self.guard.watch(max(self.config.timeout_s, LOADING_PATIENCE_S))  # the others may load the decoder
+        share = self._share_of_latents() if self.samples else {}
+        if share:
+            videos.make(self.config, self.folder, share, self.world.device, self.dtype, self.log)
+        self.world.barrier()
+        if self.world.rank == 0:
+            videos.make_contact_sheet(self.config, self.folder)
+
+    def _share_of_latents(self) -> dict[int, Tensor]:
+        """Sample -> latents, of every so-manieth sample of the replica; only its last stage had them."""
+        shape, stages = self.denoiser.latent_shape, self.config.layout.pp
+        del self.denoiser, self.handoff
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        share = {}
+        for position, sample in enumerate(self.samples):
+            latents = self.finished.pop(sample, None)
+            if latents is None:
+                latents = torch.empty(shape, device=self.world.device, dtype=self.dtype)
+            with communication(dist.get_global_rank(self.world.stages, stages - 1)):
+                dist.broadcast(latents, group=self.world.stages, group_src=stages - 1)
+            if position % stages == self.world.stage:
+                share[sample] = latents
+        return share
 
     def _denoise(self, samples: Sequence[int], source: Source, sink: Sink) -> None:
         """The loop. The receive of the next sample is posted before the present one is computed."""

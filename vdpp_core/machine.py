@@ -95,7 +95,7 @@ def check(config: RunConfig, local_ranks: int) -> None:
     _check_dtype(config)
     _check_model(config)
     if config.image_path is not None:
-        read_image(config.image_path)
+        read_image(config.image_path, config.image_size)
 
 
 def _check_device(config: RunConfig, local_ranks: int) -> None:

@@ -106,6 +106,8 @@ class EventLog:
 
     Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
     it), step (seconds), send (seconds waited for room), sample (finished), done, and at a bad end error or terminated.
+    Where videos are made: decode (a sample taken up), chunk (some of its frames decoded), video (written, seconds) and
+    official (compared with the official pipeline's).
     """
 
     def __init__(self, run_folder: Path, rank: int) -> None:

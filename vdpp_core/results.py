@@ -72,6 +72,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "max_peak_memory_gb": max(peaks, default=None),
         "memory_per_rank": [memory[rank] for rank in sorted(memory)],
         "predicted": _predicted(config, events),
+        **_videos(events),
         "threads_per_rank": [started[rank]["threads"] for rank in sorted(started)],
         "device": next((event["device"] for event in started.values()), None),
         "dtype": next((event["dtype"] for event in started.values()), None),
@@ -98,6 +99,27 @@ def _waits(events: Sequence[Event], layout: Parallel) -> dict[str, Any]:
             steady[rank] += event["seconds"] * (sample != replica)
     shares = [wait / work if work else None for wait, work in zip(steady, busy, strict=True)]
     return {"handoff_wait_s_per_rank": total, "steady_handoff_wait_share_per_rank": shares}
+
+
+def _videos(events: Sequence[Event]) -> dict[str, Any]:
+    """What `generate` made after the last step; None where it made none."""
+    videos = sorted((event for event in events if event["kind"] == "video"), key=lambda event: event["sample"])
+    compared = [event for event in events if event["kind"] == "official"]
+    peaks = {event["rank"]: event["decode_memory"] for event in events if "decode_memory" in event}
+    return {
+        "videos_written": len(videos),
+        "decode_s": [event["seconds"] for event in videos],
+        "decode_peak_memory_gb_per_rank": [peaks[rank]["allocated_gb"] for rank in sorted(peaks)],
+        "official": {
+            "samples": len(compared),
+            "equal_latents": sum(event["equal_latents"] for event in compared),
+            "equal_frames": sum(event["equal_frames"] for event in compared),
+            "max_latent_difference": max(event["max_latent_difference"] for event in compared),
+            "max_frame_difference": max(event["max_frame_difference"] for event in compared),
+        }
+        if compared
+        else None,
+    }
 
 
 def _predicted(config: RunConfig, events: Sequence[Event]) -> dict[str, Any] | None:
@@ -129,8 +151,8 @@ def _git_commit() -> str | None:
 
 
 def progress(folder: Path) -> dict[str, Any]:
-    """How far a run is: its phase (starting, loading, warming up, running), samples finished, the share done, seconds
-    left, and each rank's last kind of event and position."""
+    """How far a run is: its phase (starting, loading, warming up, running, decoding), samples finished, the share done,
+    seconds left, and each rank's last kind of event and position."""
     config, events = RunConfig.read(folder), runfolder.read_events(folder)
     layout, stages = config.layout, config.stages()
     ranks = []
@@ -153,7 +175,7 @@ def progress(folder: Path) -> dict[str, Any]:
     zero = min((event["t"] for event in events if event["kind"] == "clock"), default=None)
     elapsed = 0.0 if zero is None else max(event["t"] for event in events) - zero
     kinds = {event["kind"] for event in events}
-    phases = (("clock", "running"), ("loaded", "warming up"), ("start", "loading"))
+    phases = (("decode", "decoding"), ("clock", "running"), ("loaded", "warming up"), ("start", "loading"))
     return {
         "phase": next((phase for kind, phase in phases if kind in kinds), "starting"),
         "samples_finished": sum(event["kind"] == "sample" for event in events),
@@ -167,6 +189,8 @@ def progress(folder: Path) -> dict[str, Any]:
 def position(own: Sequence[Event], steps: range) -> tuple[int | None, int | None]:
     """(sample, step) that a rank was at when it wrote its last event: the step after the last one it finished."""
     for event in reversed(own):
+        if event["kind"] in ("decode", "video", "official"):
+            return event["sample"], None
         if event["kind"] == "take":
             return event["sample"], steps[0]
         if event["kind"] == "step":
@@ -222,7 +246,7 @@ def stalled_rank(folder: Path) -> int:
     last = {event["rank"]: event for event in runfolder.read_events(folder)}
     for rank, event in sorted(last.items()):
         steps = config.stages()[config.layout.coordinates(rank)[1]]
-        if event["kind"] == "take" or (event["kind"] == "step" and event["step"] != steps[-1]):
+        if event["kind"] in ("take", "decode", "chunk") or (event["kind"] == "step" and event["step"] != steps[-1]):
             return rank
     return min(last, key=lambda rank: last[rank]["t"])
 

@@ -3,6 +3,8 @@
 config.json      the RunConfig, by whoever starts the run
 events/          rank-N.jsonl, by each rank
 latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica's last stage when the sample is done
+videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by whichever rank decoded it;
+                 contact-sheet.png and input.png, by rank 0
 result.json      last, atomically, by rank 0; by the launcher or a surviving rank after a failure
 job.json         the launcher's process, where there is one (launch/)
 logs/            what torchrun kept of each rank
@@ -99,6 +101,12 @@ def latents_path(folder: Path, sample: int) -> Path:
 def load_latents(folder: Path, sample: int) -> Tensor:
     """(B, C, F, H, W) of a finished sample."""
     return load_file(latents_path(folder, sample))["latents"]
+
+
+def video_names(config: RunConfig, sample: int) -> list[str]:
+    """What the files of a sample's videos are called; one each, or one for each of its batch."""
+    batch = config.shape[0]
+    return [f"sample-{sample:03d}" + (f"-{index}" if batch > 1 else "") for index in range(batch)]
 
 
 def events_paths(folder: Path) -> list[Path]:

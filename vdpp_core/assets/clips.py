@@ -1,13 +1,18 @@
-"""The clips that the tiny model learns from and is judged on: one shape that moves over a gradient and bounces."""
+"""The clips that the tiny model learns from and is judged on: one shape that moves over a gradient and bounces.
+
+Run: python -m vdpp_core.assets.clips      (draws the example image again)
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from PIL import Image
 from torch import Tensor
+
+from vdpp_core.config import EXAMPLE_IMAGE
 
 FRAMES, SIZE = 14, 64
 SHAPES = ("disc", "square", "triangle")
@@ -30,6 +35,18 @@ class Scenes:
     starts: Tensor
     directions: Tensor
     motion_buckets: Tensor
+
+    def __getitem__(self, index: int) -> Scenes:
+        """One of them, as scenes of their own."""
+        return replace(self, **{name: values[index : index + 1] for name, values in vars(self).items()})
+
+    def with_bucket(self, motion_bucket: float) -> Scenes:
+        """The same images, moving as much as the bucket says."""
+        return replace(self, motion_buckets=torch.full_like(self.motion_buckets, motion_bucket))
+
+    def images(self, size: int = SIZE) -> list[Image.Image]:
+        """The first frames."""
+        return [to_image(frames[0]) for frames in self.draw(1, size)]
 
     def positions(self, frames: int = FRAMES) -> Tensor:
         """(N, frames, 2): the centre, thrown back by the walls."""
@@ -92,6 +109,20 @@ def held_out(count: int) -> Scenes:
     return scenes(count, torch.Generator().manual_seed(20_261_128))
 
 
+def example() -> Scenes:
+    """What the example image shows: an orange ball before a blue evening."""
+    return Scenes(
+        shapes=torch.tensor([0]),
+        colours=torch.tensor([[0.95, 0.55, 0.2]]),
+        gradients=torch.tensor([[[0.12, 0.16, 0.42], [0.1, 0.36, 0.3]]]),
+        angles=torch.tensor([1.2]),
+        radii=torch.tensor([0.17]),
+        starts=torch.tensor([[0.36, 0.52]]),
+        directions=torch.tensor([0.6]),
+        motion_buckets=torch.tensor([127.0]),
+    )
+
+
 def to_image(frame: Tensor) -> Image.Image:
     """(3, height, width), 0 to 1 -> an RGB image."""
     return Image.fromarray((frame.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy())
@@ -101,3 +132,7 @@ def _grid(size: int) -> tuple[Tensor, Tensor]:
     ticks = (torch.arange(size) + 0.5) / size
     y, x = torch.meshgrid(ticks, ticks, indexing="ij")
     return y, x
+
+
+if __name__ == "__main__":
+    example().images(256)[0].save(EXAMPLE_IMAGE, optimize=True)

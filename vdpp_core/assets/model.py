@@ -42,8 +42,9 @@ def vae() -> AutoencoderKLTemporalDecoder:
 def start_from_thumbnails(vae: AutoencoderKLTemporalDecoder) -> None:
     """Weights that shrink an image to its 8 × 8 means and enlarge it again, every block an identity.
 
-    From random weights brightness comes first, and in 700 iterations no colour: 18 dB where this has 27 dB. A colour passes group norm and SiLU
-    as a pair of channels with opposite signs, since silu(x) - silu(-x) = x; a constant in some pairs keeps its scale.
+    From random weights brightness comes first, and no colour within 700 iterations: 18 dB where this start has 27.
+    A colour passes group norm and SiLU as a pair of channels with opposite signs, since silu(x) - silu(-x) = x; a
+    constant in some of the pairs keeps its scale.
     """
     encoder, decoder = vae.encoder, vae.decoder
     for layer in vae.modules():
@@ -74,6 +75,7 @@ def _pairs(spread: nn.Conv2d, gather: nn.Conv2d) -> None:
     spread.weight *= 0.1
     spread.weight[0::2, :, 1, 1] += mixtures
     spread.weight[1::2, :, 1, 1] -= mixtures
+    assert spread.bias is not None
     spread.bias.zero_()
     spread.bias[1::4] = torch.randn(half // 2)
     kept = min(signals, gather.out_channels)

@@ -61,7 +61,8 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.average = EMAModel(self.parameters, decay=0.998, use_ema_warmup=True, power=0.75)
         self.checkpoint, self.log = folder / f"{name}.pt", folder / f"{name}.csv"
-        self.iteration, self.seconds, self.lines = 0, 0.0, []
+        self.iteration, self.seconds = 0, 0.0
+        self.lines: list[list[float | str]] = []
         if self.checkpoint.exists():
             self._resume()
 

@@ -1,5 +1,7 @@
 """The published configuration of Stable Video Diffusion, XT."""
 
+from typing import Any
+
 # huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt: unet/config.json, scheduler/scheduler_config.json
 PUBLISHED_UNET = {
     "sample_size": 96,
@@ -16,7 +18,7 @@ PUBLISHED_UNET = {
     "num_attention_heads": (5, 10, 20, 20),
     "num_frames": 25,
 }
-PUBLISHED_SCHEDULER = {
+PUBLISHED_SCHEDULER: dict[str, Any] = {
     "beta_start": 0.00085,
     "beta_end": 0.012,
     "beta_schedule": "scaled_linear",

@@ -60,6 +60,20 @@ def load_pipeline(
     return pipeline.to(unet.device)
 
 
+def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
+    """The official pipeline as a user would load it."""
+    return load_pipeline(config, load_unet(config, device, dtype), load_scheduler(config))
+
+
+def load_decoder(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
+    """The official pipeline with nothing but its VAE."""
+    from diffusers import StableVideoDiffusionPipeline
+
+    absent = dict.fromkeys(("unet", "image_encoder", "scheduler", "feature_extractor"))
+    load = StableVideoDiffusionPipeline.from_pretrained
+    return _load_either_variant(load, config.source, dtype, **absent).to(device)
+
+
 def _load_either_variant(load: Callable[..., Any], source: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:
     with warnings.catch_warnings():  # diffusers ≥ 0.42 prefers `dtype`, which 0.36 does not know
         warnings.filterwarnings("ignore", message=".*torch_dtype.*")

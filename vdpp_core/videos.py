@@ -1,0 +1,112 @@
+"""The second phase of `generate`: a rank's share of latents -> videos in the run folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vdpp_core import media
+from vdpp_core.conditioning import generators
+from vdpp_core.config import RunConfig
+from vdpp_core.decode import Decoder, to_bytes
+from vdpp_core.measure import EventLog
+from vdpp_core.media import Frames
+from vdpp_core.runfolder import video_names
+from vdpp_core.unets.svd import load_official
+
+
+def make(
+    config: RunConfig, folder: Path, share: dict[int, Tensor], device: torch.device, dtype: torch.dtype, log: EventLog
+) -> None:
+    """Decode each sample of `share`, latents (B, F, 4, H, W), and write its videos; then compare, where asked for.
+
+    Raises:
+        FloatingPointError: a sample has no picture in it; nothing of it was written.
+    """
+    image = _as_seen(config)
+    at_work: list[int] = []
+    decoder = Decoder(config, device, dtype, chunk_done=lambda: log.write("chunk", at_work[-1]))
+    made = {}
+    for sample, latents in share.items():
+        at_work.append(sample)
+        log.write("decode", sample)
+        started = time.perf_counter()
+        try:
+            made[sample] = decoder.frames(latents)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"sample {sample}: {error}") from None
+        for name, frames in zip(video_names(config, sample), made[sample], strict=True):
+            media.save_video(folder / "videos", name, frames, image, config.fps)
+        log.write("video", sample, seconds=time.perf_counter() - started)
+    if config.compare_official:
+        del decoder
+        official = Official(config, device, dtype)
+        for sample, latents in share.items():
+            log.write("official", sample, **official.compare(sample, latents, made[sample]))
+
+
+def make_contact_sheet(config: RunConfig, folder: Path) -> None:
+    """All videos below one another, and the image as the model saw it."""
+    place = folder / "videos"
+    media.write_whole(place / "input.png", _as_seen(config).save)
+    names = [name for sample in range(config.num_samples) for name in video_names(config, sample)]
+    rows = [Image.open(path) for name in names[: media.SHEET_ROWS] if (path := place / f"{name}.png").exists()]
+    media.write_whole(place / "contact-sheet.png", media.contact_sheet(rows).save)
+
+
+def _as_seen(config: RunConfig) -> Image.Image:
+    """The image at the size of the videos."""
+    assert config.image_path is not None
+    return media.read_image(config.image_path, config.image_size).resize(config.image_size, Image.Resampling.LANCZOS)
+
+
+class Official:
+    """`StableVideoDiffusionPipeline` with the run's arguments."""
+
+    def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+        assert config.image_path is not None
+        self.config, self.pipeline = config, load_official(config, device, dtype)
+        self.image = media.read_image(config.image_path, config.image_size)
+
+    def generate(self, sample: int) -> tuple[Tensor, Frames]:
+        """Latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3)."""
+        config, last = self.config, {}
+
+        def keep(_pipeline: Any, _step: int, _timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            last.update(tensors)
+            return tensors
+
+        frames = self.pipeline(
+            self.image,
+            height=config.image_size[1],
+            width=config.image_size[0],
+            num_frames=config.shape[2],
+            num_inference_steps=config.total_steps,
+            min_guidance_scale=config.min_guidance_scale,
+            max_guidance_scale=config.guidance_scale,
+            fps=config.fps,
+            motion_bucket_id=config.motion_bucket_id,
+            noise_aug_strength=config.noise_aug_strength,
+            decode_chunk_size=config.decode_chunk_size,
+            num_videos_per_prompt=config.shape[0],
+            generator=generators(config, [sample])[0],
+            output_type="np",
+            callback_on_step_end=keep,
+        ).frames
+        return last["latents"], to_bytes(frames)
+
+    def compare(self, sample: int, latents: Tensor, frames: Frames) -> dict[str, Any]:
+        """Whether latents and frames of a sample are equal to the official ones, and how far they are from them."""
+        official_latents, official_frames = self.generate(sample)
+        return {
+            "equal_latents": torch.equal(latents, official_latents),
+            "equal_frames": bool(np.array_equal(frames, official_frames)),
+            "max_latent_difference": (latents - official_latents).abs().max().item(),
+            "max_frame_difference": int(np.abs(frames.astype(int) - official_frames).max()),
+        }
