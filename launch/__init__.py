@@ -1,9 +1,10 @@
 """Runs in the background: started from a notebook or a terminal, watched from anywhere, ended without orphans."""
 
+from launch.gallery import gallery
 from launch.job import Job, attach, jobs, start
 from launch.link import probe
 from launch.panel import sliders
 from launch.sweep import Sweep, sweep
 from launch.watch import watch
 
-__all__ = ["Job", "Sweep", "attach", "jobs", "probe", "sliders", "start", "sweep", "watch"]
+__all__ = ["Job", "Sweep", "attach", "gallery", "jobs", "probe", "sliders", "start", "sweep", "watch"]

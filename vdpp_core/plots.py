@@ -44,7 +44,7 @@ def axis_of(layout: Parallel) -> str:
     return "pp" if layout.pp >= layout.dp else "dp"
 
 
-def _figure(panels: tuple[int, int], size: tuple[float, float], title: str, small_print: str) -> tuple[Figure, Any]:
+def new_figure(panels: tuple[int, int], size: tuple[float, float], title: str, small_print: str) -> tuple[Figure, Any]:
     use_theme()
     figure, axes = plt.subplots(*panels, figsize=size, layout="constrained", squeeze=False)
     figure.suptitle(title, fontweight="bold", fontsize=11)
@@ -135,7 +135,7 @@ def _series(table: pd.DataFrame, axis: str, column: str) -> pd.Series:
 def _side_by_side(title: str, small_print: str, published: dict[str, Any]) -> tuple[Figure, Axes, Axes]:
     """Measured here left, published right."""
     both = f"{small_print}\nPublished: {published['hardware']}, {published['software']}, {published['date']}"
-    figure, axes = _figure((1, 2), (10, 4.2), title, both)
+    figure, axes = new_figure((1, 2), (10, 4.2), title, both)
     return figure, axes[0, 0], axes[0, 1]
 
 
@@ -227,7 +227,7 @@ def link(probe: pd.DataFrame, hop_bytes: int, small_print: str) -> Figure:
     nearest = probe.iloc[(probe["bytes"] - hop_bytes).abs().argmin()]
     hop = nearest["seconds"] * hop_bytes / nearest["bytes"]
     title = f"Handing one latent on ({hop_bytes / 1e6:.2f} MB) takes about {hop * 1000:.2f} ms here"
-    figure, axes = _figure((1, 1), (7, 3.6), title, small_print)
+    figure, axes = new_figure((1, 1), (7, 3.6), title, small_print)
     panel = axes[0, 0]
     panel.loglog(probe["bytes"], probe["seconds"] * 1000, color=COLOURS["pp"], marker=MARKERS["pp"], label="measured")
     panel.axvline(hop_bytes, color="#333333", linestyle=":", label="one latent of SVD, 14 × 72 × 128, fp16")
@@ -239,7 +239,7 @@ def link(probe: pd.DataFrame, hop_bytes: int, small_print: str) -> Figure:
 
 def makespans(layouts: Sequence[tuple[Parallel, pd.Series]], title: str, small_print: str) -> Figure:
     """Predicted makespan against the number of samples, a line for each layout (a Series over num_samples)."""
-    figure, axes = _figure((1, 1), (8, 4), title, small_print)
+    figure, axes = new_figure((1, 1), (8, 4), title, small_print)
     for layout, seconds in layouts:
         axis = axis_of(layout)
         _line(axes[0, 0], seconds, axis, "predicted", f"{NAMES[axis]} on {layout.world_size}, predicted")

@@ -36,9 +36,10 @@ class Scenes:
     directions: Tensor
     motion_buckets: Tensor
 
-    def __getitem__(self, index: int) -> Scenes:
-        """One of them, as scenes of their own."""
-        return replace(self, **{name: values[index : index + 1] for name, values in vars(self).items()})
+    def __getitem__(self, index: int | slice) -> Scenes:
+        """One or some of them, as scenes of their own."""
+        chosen = index if isinstance(index, slice) else slice(index, index + 1)
+        return replace(self, **{name: values[chosen] for name, values in vars(self).items()})
 
     def with_bucket(self, motion_bucket: float) -> Scenes:
         """The same images, moving as much as the bucket says."""

@@ -16,6 +16,7 @@ from diffusers import (
 from diffusers.models.attention_processor import Attention
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
+from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
@@ -23,6 +24,8 @@ from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWi
 from vdpp_core.assets.clips import FRAMES, SIZE
 from vdpp_core.config import LATENT_CHANNELS
 from vdpp_core.unets.published import PUBLISHED_SCHEDULER
+
+GROUPS = 32  # of every group norm in these networks
 
 
 def vae() -> AutoencoderKLTemporalDecoder:
@@ -68,26 +71,47 @@ def _same_channels(layer: nn.Conv2d, kernel: Tensor) -> None:
     layer.weight += torch.eye(len(layer.weight))[..., None, None] * kernel - 0.5 * layer.weight
 
 
-def _pairs(spread: nn.Conv2d, gather: nn.Conv2d) -> None:
-    """Signals -> pairs of channels (s, constant - s) -> signals."""
-    half, signals = spread.out_channels // 2, spread.in_channels
-    mixtures = nn.functional.normalize(torch.randn(half, signals), dim=1)
+def _pairs(spread: nn.Conv2d, gather: nn.Conv2d, signals: slice = slice(None), sign: float = 1.0) -> None:
+    """Make `gather` give back signals that `spread` gets: each of the groups of group norm holds s and -s of a mixture
+    s of the signals, and a constant in its third channel or, where there is none, in some of the pairs."""
+    channels = torch.arange(0, spread.out_channels, spread.out_channels // GROUPS)
+    mixtures = nn.functional.normalize(torch.randn(GROUPS, spread.weight[:, signals].shape[1]), dim=1)
     spread.weight *= 0.1
-    spread.weight[0::2, :, 1, 1] += mixtures
-    spread.weight[1::2, :, 1, 1] -= mixtures
+    spread.weight[channels, signals, 1, 1] += mixtures
+    spread.weight[channels + 1, signals, 1, 1] -= mixtures
     assert spread.bias is not None
     spread.bias.zero_()
-    spread.bias[1::4] = torch.randn(half // 2)
-    kept = min(signals, gather.out_channels)
-    back = torch.linalg.pinv(mixtures)[:kept]
+    if spread.out_channels == 2 * GROUPS:
+        spread.bias[channels[::2] + 1] = torch.randn(GROUPS // 2)
+    else:
+        spread.bias[channels + 2] = 1
+    back = sign * torch.linalg.pinv(mixtures)[: gather.out_channels]
     gather.weight *= 0.1
-    gather.weight[:kept, 0::2, 1, 1] += back
-    gather.weight[:kept, 1::2, 1, 1] -= back
+    gather.weight[: len(back), channels, 1, 1] += back
+    gather.weight[: len(back), channels + 1, 1, 1] -= back
+
+
+@torch.no_grad()
+def start_from_a_still(unet: UNetSpatioTemporalConditionModel) -> None:
+    """Weights that predict the image in every frame, every block an identity: v = -image_latents, up to a factor.
+
+    The way leads over the outermost skip connection.
+    """
+    for layer in unet.modules():
+        if isinstance(layer, ResnetBlock2D | TemporalResnetBlock):
+            nn.init.zeros_(layer.conv2.weight)
+        elif isinstance(layer, TransformerSpatioTemporalModel):
+            nn.init.zeros_(layer.proj_out.weight)
+    width = unet.conv_in.out_channels
+    shortcut = unet.up_blocks[-1].resnets[-1].spatial_res_block.conv_shortcut
+    shortcut.weight *= 0.1
+    shortcut.weight[:, -width:, 0, 0] += torch.eye(width)
+    _pairs(unet.conv_in, unet.conv_out, signals=slice(LATENT_CHANNELS, None), sign=-1.0)
 
 
 def unet() -> UNetSpatioTemporalConditionModel:
     """4.3 M parameters; conditioned on fps - 1, motion bucket and noise augmentation, 32 values each."""
-    return UNetSpatioTemporalConditionModel(
+    unet = UNetSpatioTemporalConditionModel(
         sample_size=SIZE // 8,
         num_frames=FRAMES,
         block_out_channels=(96, 64),
@@ -99,6 +123,8 @@ def unet() -> UNetSpatioTemporalConditionModel:
         addition_time_embed_dim=32,
         projection_class_embeddings_input_dim=96,
     )
+    start_from_a_still(unet)
+    return unet
 
 
 def image_encoder() -> CLIPVisionModelWithProjection:

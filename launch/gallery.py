@@ -1,0 +1,31 @@
+"""Videos in a notebook, embedded so that a report shows them without a network."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+
+from IPython.display import HTML
+
+
+def gallery(videos: Mapping[str, Path], width: int = 160) -> HTML:
+    """MP4s or pictures side by side, caption -> file, each `width` pixels wide; videos repeat."""
+    return HTML(f'<div style="display:flex;flex-wrap:wrap;gap:12px">{"".join(_items(videos, width))}</div>')
+
+
+def _items(videos: Mapping[str, Path], width: int) -> list[str]:
+    items = []
+    for caption, path in videos.items():
+        data = base64.b64encode(path.read_bytes()).decode()
+        style = f'style="width:{width}px;image-rendering:pixelated"'
+        if path.suffix == ".mp4":
+            shown = (
+                f'<video {style} autoplay loop muted playsinline controls src="data:video/mp4;base64,{data}"></video>'
+            )
+        else:
+            shown = f'<img {style} alt="{escape(caption)}" src="data:image/{path.suffix[1:]};base64,{data}">'
+        words = f'<figcaption style="font-size:12px;max-width:{width}px">{escape(caption)}</figcaption>'
+        items.append(f'<figure style="margin:0">{shown}{words}</figure>')
+    return items
