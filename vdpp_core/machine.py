@@ -141,8 +141,10 @@ def _check_model(config: RunConfig) -> None:
     argument = "model" if config.model_id is None else "model_id"
     folder = Path(config.source)
     on_disk = folder.exists() or config.source.startswith((".", "/", "~"))
-    if on_disk and not config.random_weights and not any(folder.glob("unet/*.safetensors")):
-        raise ConfigError(argument, config.source, "must be a pipeline's folder with unet/*.safetensors")
+    parts = ("unet",) if config.image_path is None else ("unet", "vae", "image_encoder")
+    for part in parts if on_disk and not config.random_weights else ():
+        if not any(folder.glob(f"{part}/*.safetensors")):
+            raise ConfigError(argument, config.source, f"must be a pipeline's folder with {part}/*.safetensors")
     for name, kind in _settings_needed(config).items():
         settings = folder / name if on_disk else _hub_file(config, argument, name)
         if not settings.is_file():

@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from diffusers import EulerDiscreteScheduler, StableVideoDiffusionPipeline
 from numpy.typing import NDArray
+from PIL import Image
 from scipy.stats import spearmanr
 
 from vdpp_core import quality
@@ -40,13 +41,14 @@ def with_scheduler(pipeline: StableVideoDiffusionPipeline, **settings: Any) -> S
     return changed
 
 
-def videos(pipeline: StableVideoDiffusionPipeline, scenes: Scenes, seed: int = 0, **arguments: Any) -> list[Frames]:
-    """A video (F, height, width, 3) of the first frame of each scene, all in one batch; scene i has seed + i.
+def videos(
+    pipeline: StableVideoDiffusionPipeline, images: list[Image.Image], seed: int = 0, **arguments: Any
+) -> list[Frames]:
+    """A video (F, height, width, 3) of each image, all in one batch; image i has seed + i.
 
     Args:
         arguments: of the pipeline's call, for instance num_inference_steps and motion_bucket_id.
     """
-    images = scenes.images()
     draws = [torch.Generator().manual_seed(seed + index) for index in range(len(images))]
     size = {"height": SIZE, "width": SIZE, "decode_chunk_size": 4}
     return list(to_bytes(pipeline(images, generator=draws, output_type="np", **size | arguments).frames))
@@ -83,11 +85,12 @@ def main() -> None:
     print(f"VAE on 16 held-out clips: {-10 * np.log10(errors.mean()):.1f} dB, worst {-10 * np.log10(errors.max()):.1f}")
 
     scenes = held_out(16)
-    right = assess(videos(pipeline, scenes), scenes)
+    right = assess(videos(pipeline, scenes.images()), scenes)
     print(f"frame 0 to the image: median {right.psnr_first_db.median():.1f} dB, least {right.psnr_first_db.min():.1f}")
     print(f"shape there in the last frame: {right.present_last.mean():.0%} of 16")
 
-    speeds = {bucket: assess(videos(pipeline, scenes[:8], motion_bucket_id=bucket), scenes[:8]) for bucket in BUCKETS}
+    few = scenes[:8]
+    speeds = {bucket: assess(videos(pipeline, few.images(), motion_bucket_id=bucket), few) for bucket in BUCKETS}
     table = pd.concat(speeds, names=["bucket"]).reset_index()
     correlation = spearmanr(table.bucket, table.speed, nan_policy="omit").statistic
     print(
@@ -95,7 +98,7 @@ def main() -> None:
     )
     print(table.groupby("bucket").speed.median().round(4).to_string())
 
-    wrong = assess(videos(with_scheduler(pipeline, **FORGOTTEN), scenes), scenes)
+    wrong = assess(videos(with_scheduler(pipeline, **FORGOTTEN), scenes.images()), scenes)
     print("right and wrong scheduler settings, mean ± standard deviation over 16 images:")
     for name in right.columns:
         print(f"  {name:18}" + "".join(f"{t[name].mean():10.2f} ± {t[name].std():.2f}" for t in (right, wrong)))
