@@ -36,7 +36,7 @@ class Setting:
     pool: int  # clips that the UNet draws its batches from; one is replaced in every iteration
 
 
-LONG = Setting(vae_iterations=2400, unet_iterations=3600, pool=1024)
+LONG = Setting(vae_iterations=2400, unet_iterations=2800, pool=1024)
 SMALL = Setting(vae_iterations=200, unet_iterations=200, pool=64)
 
 
