@@ -114,7 +114,7 @@ def row(frames: Frames, image: Image.Image) -> Image.Image:
     chosen = np.linspace(0, len(frames) - 1, min(SHEET_FRAMES, len(frames))).round().astype(int)
     pictures = [image, *(Image.fromarray(frames[index]) for index in chosen)]
     width = image.width + SHEET_GAP
-    strip = Image.new("RGB", (width * len(pictures) + SHEET_GAP, image.height), "white")
+    strip = Image.new("RGB", (width * len(pictures), image.height), "white")
     for position, picture in enumerate(pictures):
         strip.paste(picture, (position * width + SHEET_GAP * (position > 0), 0))
     return strip

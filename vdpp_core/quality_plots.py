@@ -107,6 +107,16 @@ def steps_against_quality(table: pd.DataFrame, columns: Sequence[str], title: st
     return figure
 
 
+def training(vae: pd.DataFrame, unet: pd.DataFrame, title: str, small_print: str) -> Figure:
+    """The logs of `assets.train`: columns iteration, loss and figure (dB for the VAE)."""
+    figure, axes = new_figure((1, 2), (9, 3.4), title, small_print)
+    axes[0, 0].plot(vae["iteration"], vae["figure"], **(STYLES[0] | {"marker": ""}))
+    axes[0, 0].set(xlabel="iteration of the VAE", ylabel="PSNR of the training batches (dB)")
+    axes[0, 1].plot(unet["iteration"], unet["loss"], **(STYLES[0] | {"marker": ""}))
+    axes[0, 1].set(xlabel="iteration of the UNet", ylabel="loss (weighted square error)", ylim=(0, None))
+    return figure
+
+
 def _label_steps(panel: Axes, label: str) -> None:
     panel.set_xlabel("denoising steps")
     panel.set_title(label, fontsize=8, fontweight="normal")

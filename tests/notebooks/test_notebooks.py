@@ -15,18 +15,29 @@ from launch import report
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SMALL: dict[str, dict[str, Any]] = {
-    "00_setup": {"TOTAL_STEPS": 4, "NUM_SAMPLES": 2},
+    "00_setup": {"TOTAL_STEPS": 4, "NUM_SAMPLES": 2, "VIDEO_STEPS": 3},
     "01_pipeline_vs_data_parallel": {
         "LATENT_SHAPE": [1, 4, 3, 8, 8],
         "TOTAL_STEPS": 5,
         "NUM_SAMPLES": 3,
         "REPEATS": 1,
     },
+    "04_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
     "05_plots": {},
 }
 FIGURES = {
     "00_setup": {"link"},
     "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},
+    "04_quality": {
+        "seeds",
+        "schedules",
+        "scheduler_videos",
+        "scheduler_quality",
+        "bucket_255",
+        "speed",
+        "guidance",
+        "steps_quality",
+    },
     "05_plots": {"throughput", "latency", "scaling_efficiency"},
 }
 

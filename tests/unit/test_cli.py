@@ -50,13 +50,16 @@ def test_the_flags_of_the_documents():
 
 def test_our_own_flags():
     config = parse(
-        "generate --num-frames 5 --height 72 --width 128 --min-guidance-scale 1.5 --noise-aug-strength 0.1 --threads 2"
+        "generate --compare-official --decode-chunk-size 2"
+        " --num-frames 5 --height 72 --width 128 --min-guidance-scale 1.5 --noise-aug-strength 0.1 --threads 2"
         f" --timeout-s 9 --image {EXAMPLE_IMAGE} --output-dir /tmp/somewhere --no-save-latents"
     )
     assert config.shape == (1, 4, 5, 9, 16)
     assert (config.min_guidance_scale, config.noise_aug_strength, config.threads) == (1.5, 0.1, 2)
     assert (config.timeout_s, config.image, config.output_dir) == (9.0, EXAMPLE_IMAGE, Path("/tmp/somewhere"))
     assert config.save_latents is False
+    assert (config.compare_official, config.decode_chunk_size) == (True, 2)
+    assert (parse("generate").compare_official, parse("generate").decode_chunk_size) == (False, 4)
     assert parse("generate").save_latents is True
 
 
@@ -100,6 +103,9 @@ def test_weights():
         ("benchmark --guidance-scale nan", 1, "--guidance-scale nan: must be a finite number"),
         ("benchmark --motion-bucket-id 256", 1, "--motion-bucket-id 256: must be less than or equal to 255"),
         ("benchmark --stage-weights 1 2 3", 2, "--stage-weights 1.0 2.0 3.0: must be 2 positive numbers"),
+        ("benchmark --compare-official", 1, "--compare-official True: only with generate, benchmark makes no videos"),
+        ("generate --decode-chunk-size 0", 1, "--decode-chunk-size 0: must be greater than or equal to 1"),
+        ("generate --fps 0", 1, "--fps 0: must be greater than or equal to 1"),
         ("generate --model dummy", 1, "--model dummy: has no image encoders"),
         ("generate --random-weights", 1, "--model tiny: has no image encoders"),
     ],

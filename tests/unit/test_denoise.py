@@ -1,7 +1,5 @@
 """One rank against diffusers' own pipeline, in this process, on the tiny model."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -97,7 +95,6 @@ def test_the_tiny_model_is_an_ordinary_small_pipeline():
 
     pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"])
     assert pipeline.unet.dtype == torch.float32
-    assert sum(file.stat().st_size for file in Path(MODELS["tiny"]).rglob("*") if file.is_file()) < 6e6
 
 
 def test_random_weights_are_the_same_every_time(tmp_path):

@@ -16,7 +16,6 @@ from PIL import Image
 
 from vdpp_core import ConfigError, RunConfig, machine, runfolder
 from vdpp_core.config import EXAMPLE_IMAGE, MODELS
-from vdpp_core.media import read_image
 
 
 def answer(config, local_ranks=1):
@@ -211,16 +210,6 @@ def test_an_image_that_cannot_be_read(name, bad_images):
     for command in ("generate", "benchmark"):
         line = answer(RunConfig(command=command, image=path))
         assert line.startswith(f"image {path}: must be a readable image file")
-
-
-def test_images_come_upright_and_in_colour(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned by 90°
-    Image.new("RGB", (30, 20), "red").save(tmp_path / "turned.jpg", exif=exif)
-    assert read_image(tmp_path / "turned.jpg").size == (20, 30)
-    for mode in ("L", "RGBA", "P"):
-        Image.new(mode, (4, 4)).save(tmp_path / f"{mode}.png")
-        assert read_image(tmp_path / f"{mode}.png").mode == "RGB"
 
 
 def test_a_run_folder_is_made_once(tmp_path):

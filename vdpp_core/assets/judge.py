@@ -22,6 +22,7 @@ from vdpp_core.assets.clips import SIZE, Scenes, held_out
 from vdpp_core.config import MODELS
 from vdpp_core.decode import to_bytes
 from vdpp_core.media import Frames
+from vdpp_core.quality_plots import strips
 
 BUCKETS = (0, 64, 128, 192, 255)
 FORGOTTEN: dict[str, Any] = {"sigma_min": None, "sigma_max": None, "timestep_type": "discrete"}
@@ -78,14 +79,17 @@ def autoencoded(pipeline: StableVideoDiffusionPipeline, scenes: Scenes) -> tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", default=MODELS["tiny"])
-    pipeline = load(parser.parse_args().folder)
+    parser.add_argument("--picture", type=Path, help="where to save frames of some of the videos")
+    arguments = parser.parse_args()
+    pipeline = load(arguments.folder)
 
     clips, shown = autoencoded(pipeline, held_out(16))
     errors = ((clips - shown) ** 2).mean(axis=(1, 2, 3, 4))
     print(f"VAE on 16 held-out clips: {-10 * np.log10(errors.mean()):.1f} dB, worst {-10 * np.log10(errors.max()):.1f}")
 
     scenes = held_out(16)
-    right = assess(videos(pipeline, scenes.images()), scenes)
+    made = videos(pipeline, scenes.images())
+    right = assess(made, scenes)
     print(f"frame 0 to the image: median {right.psnr_first_db.median():.1f} dB, least {right.psnr_first_db.min():.1f}")
     print(f"shape there in the last frame: {right.present_last.mean():.0%} of 16")
 
@@ -98,10 +102,15 @@ def main() -> None:
     )
     print(table.groupby("bucket").speed.median().round(4).to_string())
 
-    wrong = assess(videos(with_scheduler(pipeline, **FORGOTTEN), scenes.images()), scenes)
+    spoilt = videos(with_scheduler(pipeline, **FORGOTTEN), scenes.images())
+    wrong = assess(spoilt, scenes)
     print("right and wrong scheduler settings, mean ± standard deviation over 16 images:")
     for name in right.columns:
         print(f"  {name:18}" + "".join(f"{t[name].mean():10.2f} ± {t[name].std():.2f}" for t in (right, wrong)))
+    if arguments.picture:
+        rows = [pair for i in range(4) for pair in ((f"image {i}", made[i]), (f"{i}, wrong", spoilt[i]))]
+        title = "Held-out images animated, with the scheduler's settings right and forgotten"
+        strips(rows, title, "25 steps, guidance 1 to 3, bucket 127").savefig(arguments.picture)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 from diffusers import AutoencoderKLTemporalDecoder, StableVideoDiffusionPipeline
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
+from vdpp_core import machine, quality_plots
 from vdpp_core.assets import model
 from vdpp_core.assets.clips import FRAMES, SIZE, scenes, to_image
 from vdpp_core.unets.published import PUBLISHED_SCHEDULER
@@ -33,10 +35,10 @@ CONDITIONING_DROPOUT = 0.1
 class Setting:
     vae_iterations: int
     unet_iterations: int
-    pool: int  # clips that the UNet draws its batches from; one is replaced in every iteration
+    pool: int  # clips that the UNet draws its batches from; one is replaced in every second iteration
 
 
-LONG = Setting(vae_iterations=2400, unet_iterations=2800, pool=1024)
+LONG = Setting(vae_iterations=2400, unet_iterations=1800, pool=1024)
 SMALL = Setting(vae_iterations=200, unet_iterations=200, pool=64)
 
 
@@ -206,7 +208,8 @@ def train_unet(folder: Path, setting: Setting, vae: AutoencoderKLTemporalDecoder
     vae.register_to_config(scaling_factor=scaling_factor.item())
 
     def batch() -> tuple[Tensor, float]:
-        pool.put(training.iteration % setting.pool, pipeline)
+        if training.iteration % 2:
+            pool.put(training.iteration // 2 % setting.pool, pipeline)
         chosen = torch.randint(setting.pool, (BATCH,))
         kept = (torch.rand(BATCH) > CONDITIONING_DROPOUT).float().view(-1, 1, 1, 1, 1)
         sigmas = _sigmas()
@@ -214,13 +217,15 @@ def train_unet(folder: Path, setting: Setting, vae: AutoencoderKLTemporalDecoder
         clean = pool.latents[chosen] * scaling_factor
         noisy = clean + sigma * torch.randn_like(clean)
         image_latents = (pool.image_latents[chosen][:, None] * kept).expand_as(clean)
-        prediction = unet(
-            torch.cat([noisy / (sigma**2 + 1).sqrt(), image_latents], dim=2),
-            sigmas.log() / 4,
-            encoder_hidden_states=pool.image_embeddings[chosen] * kept[..., 0, 0],
-            added_time_ids=pool.told[chosen],
-            return_dict=False,
-        )[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
+            prediction = unet(
+                torch.cat([noisy / (sigma**2 + 1).sqrt(), image_latents], dim=2),
+                sigmas.log() / 4,
+                encoder_hidden_states=pool.image_embeddings[chosen] * kept[..., 0, 0],
+                added_time_ids=pool.told[chosen],
+                return_dict=False,
+            )[0]
+        prediction = prediction.float()
         denoised = noisy / (sigma**2 + 1) - prediction * sigma / (sigma**2 + 1).sqrt()
         errors = ((denoised - clean) ** 2).mean(dim=(1, 2, 3, 4))
         return (errors * (sigmas**2 + 1) / sigmas**2).mean(), errors.mean().sqrt().item()
@@ -239,10 +244,18 @@ def _sigmas() -> Tensor:
 
 
 def train(folder: Path, setting: Setting) -> None:
-    """Train what is not trained yet and write the pipeline to folder/tiny-svd."""
+    """Train what is not trained yet; write the pipeline to folder/tiny-svd and the logs' picture beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     vae = train_vae(folder, setting)
     model.save(train_unet(folder, setting, vae), folder / "tiny-svd")
+    vae_log, unet_log = (pd.read_csv(folder / f"{name}.csv") for name in ("vae", "unet"))
+    minutes = (vae_log.seconds.iloc[-1] + unet_log.seconds.iloc[-1]) / 60
+    reached = f"VAE {vae_log.figure.iloc[-1]:.1f} dB, UNet loss {unet_log['loss'].iloc[-1]:.2f}"
+    title = f"{minutes:.0f} minutes of training: {reached}"
+    figure = quality_plots.training(
+        vae_log, unet_log, title, f"{machine.hardware_name(machine.hardware())}, fp32 and bf16"
+    )
+    figure.savefig(folder / "training.png")
 
 
 if __name__ == "__main__":
