@@ -111,6 +111,16 @@ def test_the_first_notebook_asserts_equality_of_one_and_two_ranks(executed: Call
     assert "gb_per_s" in shown
 
 
+def test_videos_are_embedded_and_equal_to_the_official_ones(executed: Callable[[str], Any]):
+    assert report.render(executed("00_setup"), "set-up").count('src="data:video/mp4;base64,') == 2
+    page = report.render(executed("04_quality"), "quality")
+    assert page.count('src="data:video/mp4;base64,') == 2 + 4 + 4  # official and split, seeds, right and wrong
+    shown = texts(executed("04_quality"))
+    equality = shown[shown.index("equal_latents") :]
+    assert re.findall(r"<th>equal_frames</th>\s*<td>([\d.]+)</td>", equality) == ["4.0"]
+    assert "ball.png, 256 × 256 pixels, resized to 64 × 64" in shown
+
+
 def test_the_second_notebook_shows_equality_and_the_corrected_published_rate(executed: Callable[[str], Any]):
     shown = texts(executed("01_pipeline_vs_data_parallel"))
     equality = shown[shown.index("equal to the official pipeline") :]

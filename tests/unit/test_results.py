@@ -23,6 +23,9 @@ def process_facts(process):
 HERE = process_facts(psutil.Process())
 
 
+VIDEO = {"sample": 1, "seconds": 0.7}
+
+
 @pytest.fixture(scope="module")
 def gone():
     """A process that has ended."""
@@ -336,6 +339,25 @@ def test_a_rank_that_somebody_ended_is_the_cause_of_its_neighbours_loss(folder, 
 def test_position(events, expected):
     own = [{"t": t, "rank": 1, "kind": kind, **facts} for t, kind, facts in events]
     assert results.position(own, range(2, 4)) == expected
+
+
+def test_a_run_that_makes_videos(folder, write_events):
+    """After its last step a rank is at the sample that it decodes, and is who the others wait for."""
+    decoding = [(110.0, "decode", {"sample": 2}), (110.5, "chunk", {"sample": 2})]
+    write_events(folder, 0, *start(0), *RANK_0, *decoding)
+    write_events(folder, 1, *start(1), *RANK_1, (110.2, "decode", {"sample": 1}), (110.9, "video", VIDEO))
+    progress = results.progress(folder)
+    assert progress["phase"] == "decoding"
+    assert [(rank["phase"], rank["sample"], rank["step"]) for rank in progress["ranks"]] == [
+        ("chunk", 2, None),
+        ("video", 1, None),
+    ]
+    assert results.stalled_rank(folder) == 0
+    result = results.summarise(folder)
+    assert (result["videos_written"], result["decode_s"], result["official"]) == (1, [0.7], None)
+    write_events(folder, 0, *start(0), *RANK_0, *decoding, (111.0, "error", {"error": "FloatingPointError: black"}))
+    failure = {"rank": 0, "sample": 2, "step": None, "cause": "FloatingPointError: black"}
+    assert results.first_cause(folder, {}) == failure
 
 
 def test_a_replica_without_samples(tmp_path, write_events):
