@@ -110,7 +110,7 @@ def main() -> None:
     if arguments.picture:
         rows = [pair for i in range(4) for pair in ((f"image {i}", made[i]), (f"{i}, wrong", spoilt[i]))]
         title = "Held-out images animated, with the scheduler's settings right and forgotten"
-        strips(rows, title, "25 steps, guidance 1 to 3, bucket 127").savefig(arguments.picture)
+        strips(rows, title, "25 steps, guidance 1 to 3, bucket 127").savefig(arguments.picture, dpi=80)
 
 
 if __name__ == "__main__":
