@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from vdpp_core import RunConfig, engine, media, runfolder
+from vdpp_core import RunConfig, engine, machine, media, runfolder
+from vdpp_core.config import EXAMPLE_IMAGE, MODELS
 from vdpp_core.decode import Decoder
+from vdpp_core.denoise import Denoiser
 from vdpp_core.videos import Official
 
 QUICK = {"total_steps": 4, "num_frames": 5, "num_samples": 3, "threads": 1, "compare_official": True}
@@ -16,6 +24,7 @@ CASES = {
     "2 stages": (2, QUICK | {"decode_chunk_size": 2, "fps": 12}),
     "3 stages": (3, QUICK | {"decode_chunk_size": 14, "num_frames": 14}),
     "2 replicas": (2, QUICK | {"parallel": {"dp": 2}}),
+    "half precision": (1, QUICK | {"dtype": "bf16", "num_samples": 1}),
     "batch of 2, 24 × 40": (2, QUICK | {"latent_shape": (2, 4, 3, 5, 3), "num_frames": None, "num_samples": 1}),
 }
 
@@ -53,11 +62,38 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
         "max_frame_difference": 0,
     }
     cpu, sample = torch.device("cpu"), config.num_samples - 1  # and once more, from the latents of the run
-    latents, frames = Official(config, cpu, torch.float32).generate(sample)
+    dtype = machine.dtype(config)
+    latents, frames = Official(config, cpu, dtype).generate(sample)
     ours = runfolder.load_latents(folder, sample).transpose(1, 2)
     assert torch.equal(ours, latents)
-    assert np.array_equal(Decoder(config, cpu, torch.float32, lambda: None).frames(ours), frames)
+    assert np.array_equal(Decoder(config, cpu, dtype, lambda: None).frames(ours), frames)
     assert frames.std() > 1
+
+
+def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, one_thread):
+    """Nothing of the package on the other side; the size of the chunks matters to the VAE's temporal layers."""
+    from diffusers import StableVideoDiffusionPipeline
+
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"])
+    pipeline.set_progress_bar_config(disable=True)
+    folder, seen = folders["1 stage"], []
+    latents = runfolder.load_latents(folder, 1).transpose(1, 2)
+    for size in (1, 4, 14):
+        config = RunConfig.read(folder).replace(decode_chunk_size=size)
+        pictures = pipeline(
+            Image.open(EXAMPLE_IMAGE).convert("RGB"),
+            height=64,
+            width=64,
+            num_frames=5,
+            num_inference_steps=4,
+            decode_chunk_size=size,
+            generator=torch.Generator().manual_seed(1),
+            output_type="pil",
+        ).frames
+        ours = Decoder(config, torch.device("cpu"), torch.float32, lambda: None).frames(latents)
+        assert np.array_equal(ours, [[np.asarray(picture) for picture in video] for video in pictures]), size
+        seen.append(ours)
+    assert not np.array_equal(seen[0], seen[2])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,6 +108,10 @@ def test_the_files_of_a_run(name, folders):
     for name in names:
         frames, fps = media.read_video(folder / "videos" / f"{name}.mp4")
         assert (frames.shape, fps) == ((config.shape[2], height, width, 3), config.fps)
+    with Image.open(folder / "videos" / "input.png") as image:
+        assert (image.size, image.mode) == ((width, height), "RGB")
+    with Image.open(folder / "videos" / "contact-sheet.png") as sheet:
+        assert sheet.height == len(names) * (height + media.SHEET_GAP) - media.SHEET_GAP
     assert result["videos_written"] == len(result["decode_s"]) == config.num_samples
     assert len(result["decode_peak_memory_gb_per_rank"]) == config.layout.world_size
 
@@ -111,6 +151,82 @@ def test_no_file_is_written_of_a_video_without_a_picture(value, words, tmp_path,
     assert result["failure"]["sample"] == 0
     assert not (tmp_path / "run" / "videos").exists()
     assert runfolder.load_latents(tmp_path / "run", 0).shape == config.shape
+
+
+@pytest.mark.parametrize(
+    ("save_latents", "words"), [(True, "latents are not finite"), (False, "frames are not finite")]
+)
+def test_latents_that_are_not_finite_end_the_run(save_latents, words, tmp_path, monkeypatch):
+    noise = Denoiser.noise
+    monkeypatch.setattr(Denoiser, "noise", lambda *arguments: noise(*arguments) * float("nan"))
+    small = {"total_steps": 2, "num_frames": 3, "threads": 1, "save_latents": save_latents}
+    with pytest.raises(FloatingPointError, match=rf"^sample 0: .*{words}"):
+        engine.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
+    result = runfolder.read_result(tmp_path / "run")
+    assert (result["outcome"], result["videos_written"]) == ("failed", 0)
+    assert words in result["failure"]["cause"]
+    assert not (tmp_path / "run" / "videos").exists()
+
+
+def test_the_videos_before_a_spoilt_one_are_kept(tmp_path, monkeypatch):
+    frames = Decoder.frames
+
+    def spoilt(decoder, latents):
+        if (tmp_path / "run" / "videos" / "sample-000.png").exists():
+            raise FloatingPointError("no picture")
+        return frames(decoder, latents)
+
+    monkeypatch.setattr(Decoder, "frames", spoilt)
+    small = {"total_steps": 2, "num_frames": 3, "threads": 1, "num_samples": 3}
+    with pytest.raises(FloatingPointError, match=r"^sample 1: no picture$"):
+        engine.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
+    result = runfolder.read_result(tmp_path / "run")
+    assert (result["outcome"], result["samples_finished"], result["videos_written"]) == ("failed", 3, 1)
+    assert (result["failure"]["rank"], result["failure"]["sample"]) == (0, 1)
+    assert {path.stem for path in (tmp_path / "run" / "videos").iterdir()} == {"sample-000"}
+
+
+def test_one_rank_cannot_write_its_video(torchrun, tmp_path):
+    small = {"total_steps": 2, "num_frames": 3, "threads": 1, "num_samples": 2}
+    config = RunConfig(command="generate", output_dir=tmp_path / "run", **small)
+    folder = runfolder.create(config.for_ranks(2))
+    (folder / "videos" / "sample-001.mp4").mkdir(parents=True)
+    assert torchrun(2, "run", folder).returncode != 0
+    result = runfolder.read_result(folder)
+    assert (result["outcome"], result["samples_finished"]) == ("failed", 2)
+    assert (result["failure"]["rank"], result["failure"]["sample"]) == (1, 1)
+    assert "sample-001.mp4" in result["failure"]["cause"]
+    assert not list((folder / "videos").glob(".*"))
+    assert not (folder / "videos" / "contact-sheet.png").exists()
+
+
+def test_a_rank_is_killed_while_it_decodes(torchrun_in_background, wait_until, tmp_path):
+    small = {"total_steps": 2, "num_frames": 14, "threads": 1, "num_samples": 16, "decode_chunk_size": 1}
+    config = RunConfig(command="generate", output_dir=tmp_path / "run", **small)
+    folder = runfolder.create(config.for_ranks(2))
+
+    def of_rank_1(kind):
+        return [event for event in runfolder.read_events(folder) if (event["rank"], event["kind"]) == (1, kind)]
+
+    with torchrun_in_background(2, "run", folder) as process:
+        wait_until(lambda: of_rank_1("video") and len(of_rank_1("chunk")) > 14, 60)
+        os.kill(of_rank_1("start")[0]["pid"], signal.SIGKILL)
+        assert process.wait(20) != 0
+    result = runfolder.read_result(folder)
+    assert (result["outcome"], result["failure"]["rank"]) == ("failed", 1)
+    assert "killed" in result["failure"]["cause"]
+    assert result["failure"]["sample"] == of_rank_1("decode")[-1]["sample"]
+    assert result["samples_finished"] == 16
+    assert 1 <= result["videos_written"] < 16
+
+
+def test_only_generate_is_compared(tmp_path):
+    command = [sys.executable, "-m", "vdpp_core", "benchmark", "--compare-official"]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (process.returncode, process.stdout) == (2, "")
+    said = "error: --compare-official True: only with generate, benchmark makes no videos\n"
+    assert process.stderr == said
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_the_command_says(torchrun, tmp_path):

@@ -61,6 +61,22 @@ def test_a_turned_photo_comes_upright(saved, orientation, top_left, bottom_right
     assert f"{upright[0]} × {upright[1]} pixels" in how_it_fits(path, SIZE)
 
 
+@pytest.mark.parametrize(
+    ("orientation", "corner"), zip(range(1, 9), ["TL", "TR", "BR", "BL", "TL", "TR", "BR", "BL"], strict=True)
+)
+def test_a_photo_of_a_telephone_comes_upright(saved, orientation, corner):
+    """All eight ways of holding it; a red corner in the upper left of what the sensor saw."""
+    photo = Image.new("RGB", (80, 40), "white")
+    photo.paste("red", (0, 0, 40, 20))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    width, height = upright = (80, 40) if orientation < 5 else (40, 80)
+    image = read_image(saved(photo, "photo.jpg", exif=exif, quality=95), upright)
+    assert image.size == upright
+    corners = {"TL": (5, 5), "TR": (width - 6, 5), "BL": (5, height - 6), "BR": (width - 6, height - 6)}
+    assert [name for name, place in corners.items() if image.getpixel(place)[1] < 100] == [corner]
+
+
 def test_transparency_lies_over_white(saved):
     assert colour(saved(Image.new("RGBA", (9, 9), (*ORANGE, 0)))) == (255, 255, 255)
     assert colour(saved(Image.new("RGBA", (9, 9), (*ORANGE, 255)))) == ORANGE
@@ -78,6 +94,9 @@ def test_grey_deep_and_printers_images(saved):
     assert colour(saved(Image.new("1", (9, 9), 1))) == (255, 255, 255)
     deep = Image.fromarray(np.full((9, 9), 0x7FFF, dtype=np.uint16))
     assert colour(saved(deep)) == pytest.approx((127, 127, 127), abs=1)
+    for value, shown in ((0, 0), (0xFFFF, 255)):
+        assert colour(saved(Image.fromarray(np.full((9, 9), value, dtype=np.uint16)))) == (shown, shown, shown)
+    assert colour(saved(Image.new("LA", (9, 9), (100, 255)))) == (100, 100, 100)
     assert colour(saved(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "print.jpg")) == pytest.approx(
         (255, 0, 0), abs=3
     )
@@ -96,6 +115,8 @@ def test_the_first_frame_of_an_animation(saved):
         ((64, 64), (64, 64), (64, 64)),
         ((1000, 1000), (1024, 576), (1000, 562)),
         ((500, 1), (64, 64), (1, 1)),
+        ((1, 500), (64, 64), (1, 1)),
+        ((1, 500), (72, 128), (1, 2)),
         ((1, 1), (128, 72), (1, 1)),
     ],
 )
@@ -112,6 +133,24 @@ def test_it_is_the_centre_that_is_kept(saved):
     image = Image.new("RGB", (90, 30), "red")
     image.paste("blue", (30, 0, 60, 30))
     assert set(read_image(saved(image), SIZE).get_flattened_data()) == {(0, 0, 255)}
+    assert set(read_image(saved(image.transpose(Image.Transpose.ROTATE_90)), SIZE).get_flattened_data()) == {
+        (0, 0, 255)
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "box"),
+    [
+        ((60, 40), (32, 64), (20, 0, 40, 40)),  # landscape into portrait
+        ((40, 60), (64, 32), (0, 20, 40, 40)),
+        ((60, 60), (128, 64), (0, 15, 60, 45)),
+    ],
+)
+def test_the_pixels_that_are_kept(saved, given, wanted, box):
+    noise = np.random.default_rng(0).integers(0, 256, (given[1], given[0], 3), dtype=np.uint8)
+    left, top, right, bottom = box
+    kept = np.asarray(read_image(saved(Image.fromarray(noise)), wanted))
+    assert np.array_equal(kept, noise[top:bottom, left:right])
 
 
 @pytest.mark.parametrize("name", ["huge.png", "huge.jpg"])
@@ -130,6 +169,56 @@ def test_a_huge_image_takes_bounded_memory(saved, name):
     assert shown == pytest.approx(ORANGE, abs=3)
     unit = 1 if sys.platform == "darwin" else 1024
     assert int(kilobytes) * unit < 1.2e9
+
+
+@pytest.fixture
+def spoilt(saved, tmp_path):
+    """A folder of files that are no images, or not whole ones."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    for kind in ("jpg", "png", "gif", "webp", "tif"):
+        path = saved(noise, f"cut.{kind}")
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (tmp_path / "text.png").write_text("not an image")
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "folder.png").mkdir()
+    return tmp_path
+
+
+NO_IMAGES = ["missing.png", "text.png", "empty.png", "folder.png"]
+
+
+@pytest.mark.parametrize("name", [*NO_IMAGES, "cut.jpg", "cut.png", "cut.gif", "cut.webp", "cut.tif"])
+def test_what_is_not_a_whole_image_is_one_line(name, spoilt):
+    for read in (read_image, how_it_fits) if name in NO_IMAGES else (read_image,):
+        with pytest.raises(ConfigError) as caught:
+            read(spoilt / name, SIZE)
+        assert caught.value.argument == "image"
+        line = caught.value.as_flag()
+        assert line.startswith(f"--image {spoilt / name}: must be a readable image file (")
+        assert "\n" not in line
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about what it reads all the same
+@pytest.mark.parametrize("kind", ["jpg", "png", "gif", "webp", "tif"])
+def test_a_damaged_image_is_read_or_refused(kind, saved):
+    """Cut off anywhere, or with other bytes in its head: never an error of another kind."""
+    random = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    noise = Image.fromarray(random.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+    path = saved(noise, f"damaged.{kind}", **({} if kind == "gif" else {"exif": exif}))
+    whole, refused = path.read_bytes(), 0
+    for attempt in range(300):
+        damaged = bytearray(whole[: random.integers(len(whole))] if attempt % 3 == 0 else whole)
+        for place in random.integers(min(len(whole), 300), size=0 if attempt % 3 == 0 else random.integers(1, 9)):
+            damaged[place] = random.integers(256)
+        path.write_bytes(damaged)
+        for read in (read_image, how_it_fits):
+            try:
+                read(path, SIZE)
+            except ConfigError:
+                refused += 1
+    assert refused > 50
 
 
 def test_more_pixels_than_pillow_reads(saved):
@@ -159,6 +248,23 @@ def test_a_video_reads_back(tmp_path, width, height, count, fps):
         assert moving.info.get("duration", 1000 // fps) == pytest.approx(1000 / fps, abs=10)
 
 
+@pytest.mark.parametrize("fps", [1, 7, 30])
+@pytest.mark.parametrize("moving", [True, False])
+def test_a_gif_lasts_as_long_as_its_video(tmp_path, fps, moving):
+    """In hundredths of a second, a GIF's unit; pictures that are equal may be one, shown for longer."""
+    frames = still(14, 16, 16) if moving else np.full((14, 16, 16, 3), 90, np.uint8)
+    save_video(tmp_path, "a", frames, Image.new("RGB", (16, 16)), fps)
+    durations = []
+    with Image.open(tmp_path / "a.gif") as gif:
+        for index in range(gif.n_frames):
+            gif.seek(index)
+            durations.append(gif.info["duration"])
+        assert gif.info["loop"] == 0  # for ever
+    if moving:
+        assert durations == [1000 // fps // 10 * 10] * 14
+    assert sum(durations) == pytest.approx(14_000 / fps, abs=14 * 10)
+
+
 def test_a_video_that_plays_in_a_browser(tmp_path):
     """H.264 in 4:2:0 is what all of them decode."""
     save_video(tmp_path, "a", still(3, 64, 64), Image.new("RGB", SIZE), 7)
@@ -180,6 +286,20 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.png", "before")]
 
 
+@pytest.mark.parametrize(("broken", "left"), [("export_to_video", []), ("export_to_gif", ["a.mp4"])])
+def test_no_half_of_a_video_is_left(tmp_path, monkeypatch, broken, left):
+    import diffusers.utils
+
+    def fail(_, path, **__):
+        Path(path).write_text("half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(diffusers.utils, broken, fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_video(tmp_path, "a", still(3, 16, 16), Image.new("RGB", (16, 16)), 7)
+    assert [path.name for path in tmp_path.iterdir()] == left
+
+
 def test_rows_and_sheets():
     image = Image.new("RGB", (10, 6), "red")
     row = media.row(still(14, 10, 6), image)
@@ -188,3 +308,17 @@ def test_rows_and_sheets():
     assert row.getpixel((row.width - 1, 0)) == (200, 200, 200)  # the last frame
     assert media.row(still(2, 10, 6), image).width < row.width
     assert media.contact_sheet([row, row, row]).size == (row.width, 3 * 6 + 2 * media.SHEET_GAP)
+    short = media.row(still(2, 10, 6), Image.new("RGB", (10, 6), "blue"))
+    sheet = media.contact_sheet([row, short])
+    assert sheet.size == (row.width, 2 * 6 + media.SHEET_GAP)
+    assert [sheet.getpixel((0, y)) for y in (0, 6 + media.SHEET_GAP)] == [(255, 0, 0), (0, 0, 255)]
+    assert sheet.getpixel((row.width - 1, sheet.height - 1)) == (255, 255, 255)
+
+
+def test_a_row_shows_up_to_eight_frames_evenly_and_the_last():
+    numbered = np.arange(14, dtype=np.uint8)[:, None, None, None] * np.ones((1, 6, 10, 3), np.uint8)
+    for count, shown in ((1, [0]), (3, [0, 1, 2]), (14, [0, 2, 4, 6, 7, 9, 11, 13])):
+        row = media.row(numbered[:count], Image.new("RGB", (10, 6)))
+        places = [position * (10 + media.SHEET_GAP) + media.SHEET_GAP for position in range(1, len(shown) + 1)]
+        assert [row.getpixel((place, 0))[0] for place in places] == shown
+        assert row.width == places[-1] + 10

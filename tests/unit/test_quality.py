@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,6 +44,10 @@ def test_psnr_and_ssim():
     assert quality.psnr(grey, grey) == math.inf
     assert quality.ssim(grey, grey) == 1
     assert quality.ssim(black, grey) < 0.5
+    noise, other = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
+    error = ((noise.astype(float) - other) ** 2).mean()
+    assert quality.psnr(noise, other) == pytest.approx(10 * math.log10(255**2 / error))
+    assert quality.ssim(noise, noise) == 1
 
 
 def test_change_and_jerkiness():
@@ -52,6 +57,10 @@ def test_change_and_jerkiness():
     flicker = np.where(np.arange(10)[:, None, None, None] % 2, 5, 0) * np.ones((10, 8, 8, 3))
     assert (quality.change(flicker), quality.jerkiness(flicker)) == (5, 10)
     assert (quality.change(ramp[:1]), quality.jerkiness(ramp[:2])) == (0, 0)
+    still = np.repeat(ramp[3:4], 5, axis=0)
+    assert (quality.change(still), quality.jerkiness(still)) == (0, 0)
+    falling = np.array([200, 100, 0], np.uint8)[:, None, None, None] * np.ones((1, 8, 8, 3), np.uint8)
+    assert (quality.change(falling), quality.jerkiness(falling)) == (100, 0)  # bytes do not wrap round
 
 
 def test_the_shape_is_found_where_it_was_drawn(drawn):
@@ -76,6 +85,15 @@ def test_a_shape_that_is_gone_or_too_large_is_not_there():
     assert (numbers["present_last"], numbers["present_share"]) == (0, pytest.approx(12 / 14))
 
 
+@pytest.mark.parametrize(("times", "there"), [(0.5, False), (0.8, True), (1.2, True), (2, False)])
+def test_a_shape_of_another_size(times, there):
+    scene = straight(0)
+    video = to_bytes(replace(scene, radii=scene.radii * times, starts=torch.tensor([[0.5, 0.5]])).draw()[0])
+    found = quality.track(video, scene)
+    assert found["area"] == pytest.approx(times**2, rel=0.15)
+    assert found["present"].all() == found["present"].any() == there
+
+
 def test_nothing_there_at_all_is_not_a_number():
     scene = straight(100)
     empty = np.repeat(to_bytes(scene.backgrounds()[None][0]), FRAMES, axis=0)
@@ -84,9 +102,9 @@ def test_nothing_there_at_all_is_not_a_number():
     assert math.isnan(quality.speed(found))
 
 
-@pytest.mark.parametrize("bucket", [60, 100, 120])
-def test_speed_is_the_motion_buckets(bucket):
-    scene = straight(bucket)
+@pytest.mark.parametrize(("bucket", "direction"), [(60, 0.0), (100, 0.0), (120, 0.0), (100, 0.6), (60, -0.6)])
+def test_speed_is_the_motion_buckets(bucket, direction):
+    scene = replace(straight(bucket), directions=torch.tensor([direction]))
     video = to_bytes(scene.draw()[0])
     assert quality.speed(quality.track(video, scene)) == pytest.approx(bucket / 255 * FASTEST, rel=0.03)
 
@@ -112,6 +130,18 @@ def test_scenes_stay_within_their_walls_and_start_where_they_say():
     assert torch.allclose(path[:, 0], many.starts, atol=1e-5)
     steps = (path[:, 1:] - path[:, :-1]).norm(dim=-1)
     assert (steps <= (many.motion_buckets / 255 * FASTEST)[:, None] + 1e-5).all()
+
+
+def test_the_same_seed_draws_the_same_scenes():
+    first, again, other = (scenes(5, torch.Generator().manual_seed(seed)).draw() for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_scene_of_several_is_the_same_alone():
+    some = held_out(4)
+    assert torch.equal(some[2].draw()[0], some.draw()[2])
+    assert torch.equal(some[1:3].draw(), some.draw()[1:3])
 
 
 def test_held_out_scenes_do_not_depend_on_what_was_drawn_before():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,16 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(trained, interru
     assert [line.split(",")[0] for line in lines] == ["iteration", "2", "4", "5"]
 
 
+def test_a_finished_training_is_not_done_again(trained, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(trained, tmp_path / "again"))
+    shutil.rmtree(folder / "tiny-svd")
+    monkeypatch.setattr(train.Training, "_report", lambda *_: pytest.fail("it trains again"))
+    train.train(folder, MINIATURE)
+    ours, theirs = weights(folder), weights(trained)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_the_autoencoder_starts_as_a_thumbnail_in_colour():
     torch.manual_seed(1)
     pixels = held_out(8).draw(1)[:, 0] * 2 - 1
@@ -87,6 +98,15 @@ def test_the_autoencoder_starts_as_a_thumbnail_in_colour():
     for channel in range(3):
         pair = torch.stack([latents[:, channel].flatten(), small[:, channel].flatten()])
         assert torch.corrcoef(pair)[0, 1] > 0.7
+
+
+def test_the_autoencoder_shows_something_before_any_training():
+    torch.manual_seed(1)
+    pixels = held_out(8).draw(1)[:, 0] * 2 - 1
+    vae = model.vae()
+    with torch.no_grad():
+        shown = vae.decode(vae.encode(pixels).latent_dist.mode(), num_frames=1).sample
+    assert -10 * np.log10(((shown - pixels) ** 2).mean() / 4) > 8
 
 
 def test_the_unet_starts_with_the_image_in_every_frame():
