@@ -199,6 +199,9 @@ class RunConfig(_Frozen):
             raise ConfigError("model", self.model, "has no image encoders (dummy, random weights): use tiny or svd")
         if self.compare_official and self.command != "generate":
             raise ConfigError("compare_official", True, f"only with generate, {self.command} makes no videos")
+        if self.compare_official and self.shape[2] == 1 and self.min_guidance_scale <= 1 < self.guidance_scale:
+            allowed = "a single frame is guided by it alone, and diffusers then fails: more than 1, or guidance_scale 1"
+            raise ConfigError("min_guidance_scale", self.min_guidance_scale, allowed)
         if self.parallel is not None:
             self._check_layout(self.parallel)
         return self

@@ -39,7 +39,7 @@ class Decoder:
         if not torch.isfinite(pixels).all():
             raise FloatingPointError("the decoded frames are not finite: use --dtype fp32 or bf16")
         frames = to_bytes(self.pipeline.video_processor.postprocess_video(pixels, output_type="np"))
-        if not frames.any():
+        if not all(video.any() for video in frames):
             raise FloatingPointError("all decoded frames are black: use --dtype fp32 or bf16, or another image")
         return frames
 

@@ -22,7 +22,7 @@ SHEET_FRAMES, SHEET_ROWS, SHEET_GAP = 8, 32, 4
 LARGE = 16_000_000  # pixels, from which on an image is made smaller while it is read
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the Exif tag, and its values that swap width and height
 _REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
-_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, struct.error, Image.DecompressionBombError)
 
 
 def read_image(path: Path, size: tuple[int, int]) -> Image.Image:

@@ -32,23 +32,25 @@ def make(
     image = _as_seen(config)
     at_work: list[int] = []
     decoder = Decoder(config, device, dtype, chunk_done=lambda: log.write("chunk", at_work[-1]))
-    made = {}
+    kept = {}  # for the comparison only: frames are large
     for sample, latents in share.items():
         at_work.append(sample)
         log.write("decode", sample)
         started = time.perf_counter()
         try:
-            made[sample] = decoder.frames(latents)
+            made = decoder.frames(latents)
         except FloatingPointError as error:
             raise FloatingPointError(f"sample {sample}: {error}") from None
-        for name, frames in zip(video_names(config, sample), made[sample], strict=True):
+        for name, frames in zip(video_names(config, sample), made, strict=True):
             media.save_video(folder / "videos", name, frames, image, config.fps)
         log.write("video", sample, seconds=time.perf_counter() - started)
+        if config.compare_official:
+            kept[sample] = made
     if config.compare_official:
         del decoder
         official = Official(config, device, dtype)
         for sample, latents in share.items():
-            log.write("official", sample, **official.compare(sample, latents, made[sample]))
+            log.write("official", sample, **official.compare(sample, latents, kept[sample]))
 
 
 def make_contact_sheet(config: RunConfig, folder: Path) -> None:
