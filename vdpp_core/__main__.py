@@ -67,10 +67,12 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
 
 
 def no_loading_bars() -> None:
-    """diffusers draws a bar for each folder that it reads; the run has its own."""
-    from diffusers.utils import logging
+    """diffusers and transformers draw bars for what they read; the run has its own."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
 
-    logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def _each_once(folders: list[Path]) -> None:
