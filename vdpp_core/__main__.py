@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
             cli.fail(error.as_flag())
         raise SystemExit(2) from None
     keep_freed_memory()
-    no_loading_bars()
+    _no_loading_bars()
     try:
         for folder in folders:
             _execute(folder, ranks)
@@ -66,7 +66,7 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
     return Path(agree(ranks, lambda: str(runfolder.create(config))))
 
 
-def no_loading_bars() -> None:
+def _no_loading_bars() -> None:
     """diffusers and transformers draw bars for what they read; the run has its own."""
     import diffusers.utils.logging
     import transformers.utils.logging
@@ -177,10 +177,12 @@ def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
         "decoding of each sample (s)": ", ".join(f"{seconds:.2f}" for seconds in result["decode_s"][:8]),
     }
     if official := result["official"]:
+        note = "; diffusers decodes in fp16, this in fp32" if result["dtype"] == "float16" else ""
         lines["equal to the official pipeline"] = (
             f"latents {official['equal_latents']} of {official['samples']}, "
             f"frames {official['equal_frames']} of {official['samples']}; "
             f"largest difference {official['max_latent_difference']:.2g}, {official['max_frame_difference']} of 255"
+            f"{note}"
         )
     return lines
 

@@ -126,7 +126,7 @@ class RunConfig(_Frozen):
     )
     guidance_scale: float = Field(default=3.0, ge=0, le=1_000, description="guidance of the last frame")
     min_guidance_scale: float = Field(default=1.0, ge=0, le=1_000, description="guidance of the first frame")
-    fps: int = Field(default=7, ge=1, le=1_000, description="frames per second; the model is conditioned on fps - 1")
+    fps: int = Field(default=7, ge=1, le=240, description="frames per second; the model is conditioned on fps - 1")
     motion_bucket_id: int = Field(default=127, ge=0, le=255, description="how much should move")
     noise_aug_strength: float = Field(default=0.02, ge=0, le=100, description="noise added to the conditioning image")
     decode_chunk_size: int = Field(default=4, ge=1, le=1_000, description="frames that the VAE decodes at a time")

@@ -18,6 +18,7 @@ from vdpp_core.config import ConfigError
 
 Frames = NDArray[np.uint8]  # (frames, height, width, 3)
 MP4_QUALITY = 8  # of imageio's 0 to 10
+GIF_FPS = 50  # at most: frames of less than 20 ms are slowed down by browsers
 SHEET_FRAMES, SHEET_ROWS, SHEET_GAP = 8, 32, 4
 LARGE = 16_000_000  # pixels, from which on an image is made smaller while it is read
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the Exif tag, and its values that swap width and height
@@ -33,40 +34,59 @@ def read_image(path: Path, size: tuple[int, int]) -> Image.Image:
         ConfigError: the file is missing, not an image that Pillow reads, cut off, or too large.
     """
     with _opened(path) as image:
-        upright = ImageOps.exif_transpose(_decoded(image, 2 * max(size)))
+        upright = ImageOps.exif_transpose(_decoded(image, size))
     if upright.has_transparency_data:
         upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
-    return _cropped(upright.convert("RGB"), size)
+    return upright.convert("RGB")
 
 
-def _decoded(image: Image.Image, enough: int) -> Image.Image:
-    """8 bits a channel; a large image no larger than needed for `enough` pixels a side."""
-    if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would clip
-        return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
-    if image.width * image.height > LARGE:
+def _decoded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The part that is kept, 8 bits a channel, not yet upright; of a large image no larger than twice `size`."""
+    enough = 2 * max(size)
+    large = image.width * image.height > LARGE
+    if large:
         image.draft(None, (enough, enough))  # a JPEG is decoded small at once
-        factor = min(image.size) // enough
-        if factor > 1 and image.mode in _REDUCIBLE:
-            return image.reduce(factor)
-    return image.convert("RGBA" if image.has_transparency_data else "RGB")
+    image.load()
+    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+        raise ValueError("it has 32 bits a channel, of which nobody says what is black and what is white")
+    turned = image.getexif().get(_ORIENTATION) in _TURNED
+    part = image.crop(_centre(image.size, size[::-1] if turned else size))
+    factor = min(part.size) // enough
+    if large and factor > 1:
+        smaller = part.width // factor, part.height // factor
+        part = part.reduce(factor) if part.mode in _REDUCIBLE else part.resize(smaller, Image.Resampling.NEAREST)
+    if part.mode.startswith("I"):
+        return _eight_bits(part)
+    return part.convert("RGBA" if part.has_transparency_data else "RGB")
 
 
-def _cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    scale = max(size[0] / image.width, size[1] / image.height)
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """16 bits of grey, which convert() would clip, with the one value that may stand for transparency."""
+    values = np.asarray(image.convert("I"))
+    clear = image.info.get("transparency", -1)
+    return Image.merge(
+        "LA", [Image.fromarray(layer.astype(np.uint8)) for layer in (values >> 8, (values != clear) * 255)]
+    )
+
+
+def _centre(given: tuple[int, int], size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """The box around the centre of an image of `given` width and height that has the proportions of `size`."""
+    scale = max(size[0] / given[0], size[1] / given[1])
     width, height = max(1, round(size[0] / scale)), max(1, round(size[1] / scale))
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height))
+    left, top = (given[0] - width) // 2, (given[1] - height) // 2
+    return left, top, left + width, top + height
 
 
 def how_it_fits(path: Path, size: tuple[int, int]) -> str:
     """What becomes of an image, in words."""
     with _opened(path) as image:
-        width, height = image.size
+        given = image.size
         if image.getexif().get(_ORIENTATION) in _TURNED:
-            width, height = height, width
-    kept = _cropped(Image.new("1", (width, height)), size).size
-    words = [f"{path.name}, {width} × {height} pixels"]
-    if kept != (width, height):
+            given = given[::-1]
+    left, top, right, bottom = _centre(given, size)
+    kept = right - left, bottom - top
+    words = [f"{path.name}, {given[0]} × {given[1]} pixels"]
+    if kept != given:
         words.append(f"cropped to its centre, {kept[0]} × {kept[1]}")
     if kept != size:
         words.append(f"resized to {size[0]} × {size[1]}")
@@ -95,7 +115,7 @@ def save_video(folder: Path, name: str, frames: Frames, image: Image.Image, fps:
         folder / f"{name}.mp4",
         lambda draft: export_to_video(pictures, str(draft), fps=fps, quality=MP4_QUALITY, macro_block_size=8),
     )
-    write_whole(folder / f"{name}.gif", lambda draft: export_to_gif(pictures, str(draft), fps=min(fps, 100)))
+    write_whole(folder / f"{name}.gif", lambda draft: export_to_gif(pictures, str(draft), fps=min(fps, GIF_FPS)))
     write_whole(folder / f"{name}.png", lambda draft: row(frames, image).save(draft))
 
 

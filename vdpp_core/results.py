@@ -72,7 +72,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "max_peak_memory_gb": max(peaks, default=None),
         "memory_per_rank": [memory[rank] for rank in sorted(memory)],
         "predicted": _predicted(config, events),
-        **_videos(events),
+        **_videos(events, config),
         "threads_per_rank": [started[rank]["threads"] for rank in sorted(started)],
         "device": next((event["device"] for event in started.values()), None),
         "dtype": next((event["dtype"] for event in started.values()), None),
@@ -101,13 +101,13 @@ def _waits(events: Sequence[Event], layout: Parallel) -> dict[str, Any]:
     return {"handoff_wait_s_per_rank": total, "steady_handoff_wait_share_per_rank": shares}
 
 
-def _videos(events: Sequence[Event]) -> dict[str, Any]:
+def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
     """What `generate` made after the last step; None where it made none."""
     videos = sorted((event for event in events if event["kind"] == "video"), key=lambda event: event["sample"])
     compared = [event for event in events if event["kind"] == "official"]
     peaks = {event["rank"]: event["decode_memory"] for event in events if "decode_memory" in event}
     return {
-        "videos_written": len(videos),
+        "videos_written": len(videos) * config.shape[0],
         "decode_s": [event["seconds"] for event in videos],
         "decode_peak_memory_gb_per_rank": [peaks[rank]["allocated_gb"] for rank in sorted(peaks)],
         "official": {

@@ -4,7 +4,7 @@ config.json      the RunConfig, by whoever starts the run
 events/          rank-N.jsonl, by each rank
 latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica's last stage when the sample is done
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by whichever rank decoded it;
-                 contact-sheet.png and input.png, by rank 0
+                 contact-sheet.png (the first 32 videos) and input.png, by rank 0
 result.json      last, atomically, by rank 0; by the launcher or a surviving rank after a failure
 job.json         the launcher's process, where there is one (launch/)
 logs/            what torchrun kept of each rank

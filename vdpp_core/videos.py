@@ -54,7 +54,7 @@ def make(
 
 
 def make_contact_sheet(config: RunConfig, folder: Path) -> None:
-    """All videos below one another, and the image as the model saw it."""
+    """The first 32 videos below one another, and the image as the model saw it."""
     place = folder / "videos"
     media.write_whole(place / "input.png", _as_seen(config).save)
     names = [name for sample in range(config.num_samples) for name in video_names(config, sample)]

@@ -102,6 +102,19 @@ def test_grey_deep_and_printers_images(saved):
     )
 
 
+def test_deep_grey_with_a_value_that_stands_for_transparency(saved):
+    deep = Image.fromarray(np.full((9, 9), 0x7FFF, dtype=np.uint16))
+    assert colour(saved(deep, transparency=0x7FFF)) == (255, 255, 255)
+    assert colour(saved(deep, transparency=3)) == pytest.approx((127, 127, 127), abs=1)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_32_bits_a_channel_are_refused(saved, kind):
+    path = saved(Image.fromarray(np.ones((9, 9), dtype=kind)), "deep.tiff")
+    with pytest.raises(ConfigError, match=r"^image .*deep.tiff: must be .* it has 32 bits"):
+        read_image(path, SIZE)
+
+
 def test_the_first_frame_of_an_animation(saved):
     frames = [Image.new("RGB", (9, 9), name) for name in ("red", "blue")]
     assert colour(saved(frames[0], "moving.gif", save_all=True, append_images=frames[1:])) == (255, 0, 0)
@@ -153,9 +166,14 @@ def test_the_pixels_that_are_kept(saved, given, wanted, box):
     assert np.array_equal(kept, noise[top:bottom, left:right])
 
 
-@pytest.mark.parametrize("name", ["huge.png", "huge.jpg"])
+@pytest.mark.parametrize("name", ["huge.png", "huge.jpg", "palette.png", "long.png"])
 def test_a_huge_image_takes_bounded_memory(saved, name):
-    path = saved(Image.new("RGB", (12_000, 8_000), ORANGE), name)
+    size = (170_000, 1_000) if name == "long.png" else (12_000, 8_000)
+    image = Image.new("RGB", size, ORANGE)
+    if name == "palette.png":
+        image = Image.new("P", size)
+        image.putpalette([*ORANGE, 0, 0, 0])
+    path = saved(image, name, **({"transparency": 1} if name == "palette.png" else {}))
     program = (
         "import resource, sys; from pathlib import Path; from vdpp_core.media import read_image\n"
         "image = read_image(Path(sys.argv[1]), (64, 64))\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vdpp_core import quality
-from vdpp_core.assets.clips import FASTEST, FRAMES, Scenes, held_out, scenes
+from vdpp_core.assets.clips import FASTEST, FRAMES, example, held_out, scenes
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +25,9 @@ def to_bytes(clip):
 
 
 def straight(bucket):
-    """A disc that moves to the right, far from the walls."""
-    return Scenes(
-        shapes=torch.tensor([0]),
-        colours=torch.tensor([[1.0, 0.8, 0.2]]),
-        gradients=torch.tensor([[[0.0, 0.1, 0.3], [0.1, 0.2, 0.1]]]),
-        angles=torch.tensor([0.5]),
-        radii=torch.tensor([0.15]),
-        starts=torch.tensor([[0.2, 0.5]]),
-        directions=torch.tensor([0.0]),
-        motion_buckets=torch.tensor([float(bucket)]),
-    )
+    """The ball of the example image moves to the right, far from the walls."""
+    path = {"radii": torch.tensor([0.15]), "starts": torch.tensor([[0.2, 0.5]]), "directions": torch.zeros(1)}
+    return replace(example(), **path).with_bucket(bucket)
 
 
 def test_psnr_and_ssim():

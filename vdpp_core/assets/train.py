@@ -252,9 +252,7 @@ def train(folder: Path, setting: Setting) -> None:
     minutes = (vae_log.seconds.iloc[-1] + unet_log.seconds.iloc[-1]) / 60
     reached = f"VAE {vae_log.figure.iloc[-1]:.1f} dB, UNet loss {unet_log['loss'].iloc[-1]:.2f}"
     title = f"{minutes:.0f} minutes of training: {reached}"
-    figure = quality_plots.training(
-        vae_log, unet_log, title, f"{machine.hardware_name(machine.hardware())}, fp32 and bf16"
-    )
+    figure = quality_plots.training(vae_log, unet_log, title, machine.hardware_name(machine.hardware()))
     figure.savefig(folder / "training.png")
 
 
