@@ -21,9 +21,7 @@ def _items(videos: Mapping[str, Path], width: int) -> list[str]:
         data = base64.b64encode(path.read_bytes()).decode()
         style = f'style="width:{width}px;image-rendering:pixelated"'
         if path.suffix == ".mp4":
-            shown = (
-                f'<video {style} autoplay loop muted playsinline controls src="data:video/mp4;base64,{data}"></video>'
-            )
+            shown = f'<video {style} autoplay loop muted playsinline src="data:video/mp4;base64,{data}"></video>'
         else:
             shown = f'<img {style} alt="{escape(caption)}" src="data:image/{path.suffix[1:]};base64,{data}">'
         words = f'<figcaption style="font-size:12px;max-width:{width}px">{escape(caption)}</figcaption>'
