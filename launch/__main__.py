@@ -13,7 +13,9 @@ import pandas as pd
 
 from launch import Job, Sweep, attach, jobs, start, sweep
 from vdpp_core import cli
-from vdpp_core.config import ConfigError, Parallel, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
+from vdpp_core.layout import Parallel
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from vdpp_core import machine, results, runfolder
-from vdpp_core.config import ConfigError, Parallel, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
+from vdpp_core.layout import Parallel
 
 if TYPE_CHECKING:
     from launch.sweep import Sweep

@@ -13,7 +13,9 @@ import pandas as pd
 
 from launch.job import POLL_S, Job, end, launch, prepare
 from vdpp_core import machine, runfolder, tables
-from vdpp_core.config import ConfigError, Parallel, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
+from vdpp_core.layout import Parallel
 
 
 class Sweep:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vdpp_core import cli, machine, runfolder
-from vdpp_core.config import ConfigError, Parallel, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
+from vdpp_core.layout import Parallel
 from vdpp_core.measure import keep_freed_memory
 from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree

@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import Any, NoReturn, get_args
 
-from vdpp_core.config import Parallel, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.layout import Parallel
 
 COMMANDS = {
     "simulate": "the logic of a run on the dummy network, CPU and fp32",

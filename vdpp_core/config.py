@@ -1,18 +1,17 @@
-"""What a run is: its parameters and how it is spread over ranks. Validated when made, frozen afterwards."""
+"""What a run is: all of its parameters. Validated when made, frozen afterwards."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from vdpp_core.errors import ConfigError, Frozen
+from vdpp_core.layout import Parallel
 from vdpp_core.steps import split
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 ASSETS = Path(__file__).parent / "assets"
 EXAMPLE_IMAGE = ASSETS / "ball.png"
@@ -28,70 +27,7 @@ COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class ConfigError(ValueError):
-    """One argument that cannot be used: its name, its value and what is allowed."""
-
-    def __init__(self, argument: str, value: Any, allowed: str) -> None:
-        self.argument, self.value, self.allowed = argument, value, allowed
-        super().__init__(f"{argument} {_shown(value)}: {allowed}")
-
-    def as_flag(self) -> str:
-        """The same line, the argument spelled as on the command line."""
-        return f"--{self.argument.replace('_', '-')} {_shown(self.value)}: {self.allowed}"
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return " ".join(text.split())[:200]
-
-
-def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return cause
-    argument = str(first["loc"][0]) if first["loc"] else "config"
-    if first["type"] == "extra_forbidden":
-        return ConfigError(argument, data.get(argument), "is not a parameter")
-    return ConfigError(argument, data.get(argument), first["msg"].replace("Input should", "must"))
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise _first_error(error, data) from None
-
-
-class Parallel(_Frozen):
-    """How the work is spread. The product of the axes is the world size; `dp` is the outermost."""
-
-    dp: int = Field(default=1, ge=1, description="replicas: split the samples")
-    pp: int = Field(default=1, ge=1, description="stages: split the steps")
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.pp
-
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """(replica, stage) of a rank."""
-        return divmod(rank, self.pp)
-
-    def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of this layout, outermost axis first. Needs an initialised process group of `world_size` ranks."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return init_device_mesh(device_type, (self.dp, self.pp), mesh_dim_names=("dp", "pp"))
-
-    def __str__(self) -> str:
-        axes = [f"{name} {size}" for name, size in (("dp", self.dp), ("pp", self.pp)) if size > 1]
-        return " × ".join(axes) or "1 rank"
-
-
-class RunConfig(_Frozen):
+class RunConfig(Frozen):
     """Everything that determines a run. `RunConfig(**json)` reads what `to_json` wrote.
 
     Raises:

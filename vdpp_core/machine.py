@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import torch
 
-from vdpp_core.config import MODELS, ConfigError, RunConfig
+from vdpp_core.config import MODELS, RunConfig
+from vdpp_core.errors import ConfigError
 from vdpp_core.media import read_image
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from vdpp_core.config import ConfigError
+from vdpp_core.errors import ConfigError
 
 Frames = NDArray[np.uint8]  # (frames, height, width, 3)
 MP4_QUALITY = 8  # of imageio's 0 to 10

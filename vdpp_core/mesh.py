@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from vdpp_core import machine
-from vdpp_core.config import ConfigError, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
 
 # Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
 _PATIENCE = timedelta(days=7)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from vdpp_core.config import Parallel
+from vdpp_core.layout import Parallel
 from vdpp_core.schedule import Span
 
 COLOURS = {

@@ -12,7 +12,8 @@ from statistics import median
 from typing import Any
 
 from vdpp_core import machine, runfolder, schedule
-from vdpp_core.config import Parallel, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.layout import Parallel
 from vdpp_core.runfolder import Event
 from vdpp_core.schedule import Span
 

@@ -24,7 +24,8 @@ import psutil
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vdpp_core.config import ConfigError, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
 
 Event = dict[str, Any]
 

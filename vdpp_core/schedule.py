@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from vdpp_core.config import Parallel, RunConfig
+from vdpp_core.config import RunConfig
+from vdpp_core.layout import Parallel
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vdpp_core import media
-from vdpp_core.config import ConfigError
+from vdpp_core.errors import ConfigError
 from vdpp_core.media import how_it_fits, read_image, read_video, save_video
 
 SIZE = (64, 64)

@@ -1,0 +1,45 @@
+"""What people pass in is checked when an object is made; what is wrong comes as one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class ConfigError(ValueError):
+    """One argument that cannot be used: its name, its value and what is allowed."""
+
+    def __init__(self, argument: str, value: Any, allowed: str) -> None:
+        self.argument, self.value, self.allowed = argument, value, allowed
+        super().__init__(f"{argument} {_shown(value)}: {allowed}")
+
+    def as_flag(self) -> str:
+        """The same line, the argument spelled as on the command line."""
+        return f"--{self.argument.replace('_', '-')} {_shown(self.value)}: {self.allowed}"
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return " ".join(text.split())[:200]
+
+
+def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    argument = str(first["loc"][0]) if first["loc"] else "config"
+    if first["type"] == "extra_forbidden":
+        return ConfigError(argument, data.get(argument), "is not a parameter")
+    return ConfigError(argument, data.get(argument), first["msg"].replace("Input should", "must"))
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _first_error(error, data) from None
