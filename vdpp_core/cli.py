@@ -55,6 +55,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
     parser.add_argument("--dp", metavar="N", help=Parallel.model_fields["dp"].description)
     parser.add_argument("--pp", metavar="N", help=f"{Parallel.model_fields['pp'].description}; default: ranks / dp")
+    parser.add_argument("--fsdp", action="store_true", help=Parallel.model_fields["fsdp"].description)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -75,7 +76,10 @@ def run_config(arguments: argparse.Namespace, ranks: int) -> RunConfig:
         ConfigError: one line that names the argument, its value and what is allowed.
     """
     given = _given(arguments)
-    if arguments.dp is not None or arguments.pp is not None:
+    if arguments.fsdp:
+        pp = Parallel(pp=arguments.pp or 1).pp
+        given["parallel"] = Parallel(dp=arguments.dp or max(1, ranks // pp), pp=pp, fsdp=True)
+    elif arguments.dp is not None or arguments.pp is not None:
         dp = Parallel(dp=arguments.dp or 1).dp
         given["parallel"] = Parallel(dp=dp, pp=arguments.pp or max(1, ranks // dp))
     return RunConfig(**given).for_ranks(ranks)

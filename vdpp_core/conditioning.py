@@ -70,7 +70,7 @@ def encode(config: RunConfig, pipeline: StableVideoDiffusionPipeline, draws: lis
     that asks for it, the VAE is left in fp32.
     """
     assert config.image_path is not None
-    image, device, batch = read_image(config.image_path, config.image_size), pipeline.unet.device, config.shape[0]
+    image, device, batch = read_image(config.image_path, config.image_size), pipeline.vae.device, config.shape[0]
     guided = config.guidance_scale > 1
     image_embeddings = pipeline._encode_image(image, device, batch, guided)
     pixels = pipeline.video_processor.preprocess(image, height=config.image_size[1], width=config.image_size[0])

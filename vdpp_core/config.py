@@ -18,8 +18,18 @@ EXAMPLE_IMAGE = ASSETS / "ball.png"
 LATENT_CHANNELS = 4
 PIXELS_PER_LATENT = 8  # the VAE of SVD halves height and width three times
 
-MODELS = {"dummy": None, "tiny": str(ASSETS / "tiny-svd"), "svd": "stabilityai/stable-video-diffusion-img2vid-xt"}
-LATENT_SIZES = {"dummy": (8, 32, 32), "tiny": (14, 8, 8), "svd": (14, 72, 128)}  # frames, height, width
+MODELS = {  # folder or hub name; None where there are no files
+    "dummy": None,
+    "tiny": str(ASSETS / "tiny-svd"),
+    "medium": None,
+    "svd": "stabilityai/stable-video-diffusion-img2vid-xt",
+}
+LATENT_SIZES = {  # frames, height, width
+    "dummy": (8, 32, 32),
+    "tiny": (14, 8, 8),
+    "medium": (4, 16, 16),
+    "svd": (14, 72, 128),
+}
 COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
     "simulate": {"model": "dummy", "device": "cpu", "dtype": "fp32"},
     "benchmark": {"warmup_samples": 1},
@@ -35,9 +45,10 @@ class RunConfig(Frozen):
     """
 
     command: Literal["simulate", "benchmark", "generate"] = "benchmark"
-    model: Literal["dummy", "tiny", "svd"] = Field(
+    model: Literal["dummy", "tiny", "medium", "svd"] = Field(
         default="tiny",
-        description="dummy (checks the logic), tiny (a small SVD in the package), svd (the published one)",
+        description="dummy (checks the logic), tiny (a small SVD in the package), medium (137 M random parameters), "
+        "svd (the published one)",
     )
     model_id: str | None = Field(default=None, description="folder or hub name of any Stable Video Diffusion pipeline")
     random_weights: bool = Field(
@@ -78,7 +89,19 @@ class RunConfig(Frozen):
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = Field(default="auto", description="auto: fp16 on CUDA, else fp32")
     backend: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on CUDA, else gloo")
     threads: int | None = Field(default=None, ge=1, le=1_024, description="CPU threads a rank; default: cores / ranks")
+    guidance_mode: Literal["batched", "sequential"] = Field(
+        default="batched", description="both passes of the guidance at once, or one after the other in half the memory"
+    )
+    forward_chunking: bool = Field(default=False, description="feed-forward layers frame by frame")
     enable_memory_opt: bool = Field(default=False, description="sequential guidance and forward chunking")
+    attention_slicing: bool = Field(default=False, description="says why there is none, and what to use instead")
+    fsdp_same_sample: bool = Field(
+        default=False, description="all ranks of a shard group compute the same sample, as in the user's documents"
+    )
+    fsdp_cpu_offload: bool = Field(default=False, description="keep the shards in the host's memory (CUDA)")
+    memory_limit_gib: float | None = Field(
+        default=None, gt=0, le=100_000, description="play a smaller device: what a rank may use for model and run"
+    )
     timeout_s: float = Field(
         default=300.0, ge=1, le=86_400, description="silence of all ranks that ends a run (and at least five steps)"
     )
@@ -138,13 +161,27 @@ class RunConfig(Frozen):
         if self.compare_official and self.shape[2] == 1 and self.min_guidance_scale <= 1 < self.guidance_scale:
             allowed = "a single frame is guided by it alone, and diffusers then fails: more than 1, or guidance_scale 1"
             raise ConfigError("min_guidance_scale", self.min_guidance_scale, allowed)
+        if self.model == "medium" and self.model_id is None and not self.random_weights:
+            raise ConfigError("model", "medium", "has random weights only: add random_weights")
+        self._check_memory_options()
         if self.parallel is not None:
             self._check_layout(self.parallel)
         return self
 
+    def _check_memory_options(self) -> None:
+        if self.attention_slicing:
+            allowed = "SVD's UNet has none, and its attention is fused: use guidance_mode sequential, forward_chunking"
+            raise ConfigError("attention_slicing", True, allowed)
+        if self.chunked and self.model == "dummy":
+            name = "forward_chunking" if self.forward_chunking else "enable_memory_opt"
+            raise ConfigError(name, True, "not with model dummy, which has no feed-forward layers")
+
     def _check_layout(self, parallel: Parallel) -> None:
         if parallel.pp > self.total_steps:
             raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
+        for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
+            if getattr(self, name) and not parallel.fsdp:
+                raise ConfigError(name, True, "only with fsdp")
         weights = self.stage_weights
         if weights is not None and (len(weights) != parallel.pp or min(weights) <= 0):
             raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
@@ -196,7 +233,9 @@ class RunConfig(Frozen):
 
     @property
     def source(self) -> str | None:
-        """Folder or hub name of the pipeline; None for the dummy."""
+        """Folder or hub name of the pipeline; None where none is read: dummy, medium, and svd with random weights."""
+        if self.model_id is None and self.random_weights and self.model == "svd":
+            return None
         return self.model_id or MODELS[self.model]
 
     @property
@@ -210,7 +249,23 @@ class RunConfig(Frozen):
 
     def samples(self, replica: int) -> range:
         """The samples of a replica; empty where there are more replicas than samples."""
+        if self.fsdp_same_sample:
+            return range(self.num_samples if replica == 0 else 0)
         return range(replica, self.num_samples, self.layout.dp)
+
+    def padding(self, replica: int) -> int:
+        """Samples that a replica computes for the company of its shard group only; they count for nothing."""
+        return len(self.samples(0)) - len(self.samples(replica)) if self.layout.shards > 1 else 0
+
+    @property
+    def sequential(self) -> bool:
+        """Whether the passes of the guidance are computed one after the other."""
+        return self.guidance_mode == "sequential" or self.enable_memory_opt
+
+    @property
+    def chunked(self) -> bool:
+        """Whether feed-forward layers work frame by frame."""
+        return self.forward_chunking or self.enable_memory_opt
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2) + "\n"

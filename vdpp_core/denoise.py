@@ -24,11 +24,10 @@ class Denoiser:
         self.device, self.dtype = conditioning.image_embeddings.device, conditioning.image_embeddings.dtype
         batch, channels, frames, rows, columns = config.shape
         self.latent_shape = (batch, frames, channels, rows, columns)
-        scheduler.set_timesteps(config.total_steps, device=self.device)
         scales = torch.linspace(config.min_guidance_scale, config.guidance_scale, frames)
         self.guidance_scale = scales.to(self.device, self.dtype).view(1, frames, 1, 1, 1)
         self.halves = 2 if config.guidance_scale > 1 else 1
-        self.passes = self.halves if config.enable_memory_opt else 1
+        self.passes = self.halves if config.sequential else 1
 
     def noise(self, generator: torch.Generator) -> Tensor:
         """The latents before step 0."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from vdpp_core import conditioning, machine, results, runfolder, unets, videos
@@ -20,8 +20,10 @@ from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
 from vdpp_core.guard import Guard
 from vdpp_core.handoff import Handoff
+from vdpp_core.limits import Device, OutOfMemoryError
 from vdpp_core.measure import EventLog, MemoryMeter, Stopwatch
 from vdpp_core.mesh import LostRankError, Ranks, World, communication, joined
+from vdpp_core.parallel import fsdp
 
 Source = Callable[[int], Tensor]
 Sink = Callable[[int, Tensor], None]
@@ -59,11 +61,17 @@ def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
                 _Rank(config, folder, world, log, guard).work()
                 world.barrier()
         except BaseException as error:
-            words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            log.last_word("error", error=words, lost_rank=error.rank if isinstance(error, LostRankError) else None)
+            log.last_word("error", **_last_words(error))
             raise
     if ranks.rank == 0:
         results.write(folder, "ok")
+
+
+def _last_words(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, OutOfMemoryError):
+        return {"error": str(error), "oom": error.facts}
+    words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return {"error": words, "lost_rank": error.rank if isinstance(error, LostRankError) else None}
 
 
 class _Rank:
@@ -72,11 +80,13 @@ class _Rank:
     def __init__(self, config: RunConfig, folder: Path, world: World, log: EventLog, guard: Guard | None) -> None:
         self.config, self.folder, self.world, self.log, self.guard = config, folder, world, log, guard
         self.steps = config.stages()[world.stage]
-        self.samples = config.samples(world.replica)
+        self.samples, self.padding = config.samples(world.replica), config.padding(world.replica)
+        self.busy = bool(self.samples or self.padding)
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.dtype = machine.dtype(config)
         self.stopwatch = Stopwatch(world.device)
-        self.step_s = 0.0
+        self.step_s, self.phase = 0.0, "loading"
+        self.unet: nn.Module | None = None
         self.finished: dict[int, Tensor] = {}
         self.log.write("start", **self._facts())
 
@@ -94,20 +104,39 @@ class _Rank:
         }
 
     def work(self) -> None:
+        """All of it, within the memory that the run allows.
+
+        Raises:
+            OutOfMemoryError: it was not enough.
+        """
+        device = Device(self.world.device, self.config.memory_limit_gib)
+        with device.limited():
+            try:
+                self._work()
+            except (RuntimeError, MemoryError) as error:
+                if full := device.explain(error, self.unet, self.phase):
+                    raise full from error
+                raise
+
+    def _work(self) -> None:
         memory = MemoryMeter(self.world.device)
-        if self.samples:
+        if self.busy:
             self._load()
             memory.reset()
         self.world.barrier()
-        self._warm_up()
+        self.phase = "warming up"
+        if self.busy:
+            self._warm_up()
         self.world.barrier()
         self.log.write("clock")
         if self.guard:
             self.guard.watch(max(self.config.timeout_s, 5 * self.step_s))
-        if self.samples:
-            self._denoise(self.samples, self._noise, self._finish)
+        self.phase = "running"
+        if self.busy:
+            self._denoise([*self.samples, *[None] * self.padding], self._noise, self._finish)
         facts: dict[str, Any] = {"memory": memory.peak()}
         if self.config.command == "generate":
+            self.phase = "decoding"
             memory.reset()
             self._make_videos()
             facts["decode_memory"] = memory.peak()
@@ -116,16 +145,23 @@ class _Rank:
     def _load(self) -> None:
         """UNet and conditioning; the encoders are freed when this returns."""
         config, world = self.config, self.world
-        unet, scheduler = unets.load(config, world.device, self.dtype)
-        told = Conditioning.empty(config, unet, len(self.samples), world.device, self.dtype)
+        if world.shards is None:
+            self.unet = unets.load(config, world.device, self.dtype)
+        else:
+            with fsdp.gathering():
+                self.unet = fsdp.load(config, world.shards, world.device, self.dtype)
+        unet, scheduler = self.unet, unets.load_scheduler(config, world.device)
+        told = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
         if self.first:
             self.draws = conditioning.generators(config, self.samples)
-            if config.image_path is None:
+            if config.image_path is None or not self.samples:
                 told = conditioning.synthetic(config, told)
             else:
                 from vdpp_core.unets.svd import load_pipeline
 
-                told = conditioning.encode(config, load_pipeline(config, unet, scheduler), self.draws)
+                told = conditioning.encode(
+                    config, load_pipeline(config, unet, scheduler, world.device, self.dtype), self.draws
+                )
         with communication(dist.get_global_rank(world.stages, 0)):
             for tensor in told.tensors():
                 dist.broadcast(tensor.contiguous(), group=world.stages, group_src=0)
@@ -136,17 +172,20 @@ class _Rank:
 
     def _warm_up(self) -> None:
         """A step of its own on every rank at once (twice: the first one sets up), then the warm-up samples."""
-        if not self.samples:
-            return
         latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
         for _ in range(2):
             self.stopwatch.start()
-            self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
+            with self._company():
+                self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
             seconds = self.stopwatch.stop()
         self.log.write("warm", seconds=seconds)
         self.step_s = seconds
         warm_ups = range(-self.config.warmup_samples, 0)
         self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)
+
+    def _company(self) -> AbstractContextManager[None]:
+        """Around what the ranks of a shard group compute in lockstep."""
+        return nullcontext() if self.world.shards is None else fsdp.gathering()
 
     def _noise(self, sample: int) -> Tensor:
         return self.denoiser.noise(self.draws[self.samples.index(sample)])
@@ -175,6 +214,7 @@ class _Rank:
         """Sample -> latents, of every so-manieth sample of the replica; only its last stage had them."""
         shape, stages = self.denoiser.latent_shape, self.config.layout.pp
         del self.denoiser, self.handoff
+        self.unet = None
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         share = {}
@@ -188,39 +228,53 @@ class _Rank:
                 share[sample] = latents
         return share
 
-    def _denoise(self, samples: Sequence[int], source: Source, sink: Sink) -> None:
-        """The loop. The receive of the next sample is posted before the present one is computed."""
+    def _denoise(self, samples: Sequence[int | None], source: Source, sink: Sink) -> None:
+        """The loop. The receive of the next sample is posted before the present one is computed.
+
+        None is a sample that keeps the shard group company: computed and handed on as any, and then dropped.
+        """
         if samples and not self.first:
             self.handoff.expect()
         bar = self._progress_bar(samples)
         for position, sample in enumerate(samples):
             if self.first:
-                latents, waited = source(sample), 0.0
+                latents, waited = self._no_sample() if sample is None else source(sample), 0.0
             else:
                 latents, waited = self.handoff.take()
                 if position + 1 < len(samples):
                     self.handoff.expect()
-            self.log.write("take", sample, seconds=waited)
+            if sample is not None:
+                self.log.write("take", sample, seconds=waited)
             latents = self._run_stage(sample, latents, bar)
-            if self.last:
+            if not self.last:
+                waited = self.handoff.pass_on(latents)
+                if sample is not None:
+                    self.log.write("send", sample, seconds=waited)
+            elif sample is not None:
                 sink(sample, latents)
-            else:
-                self.log.write("send", sample, seconds=self.handoff.pass_on(latents))
         self.handoff.close()
         bar.close()
 
-    def _run_stage(self, sample: int, latents: Tensor, bar: tqdm) -> Tensor:
-        index = self.samples.index(sample) if sample in self.samples else 0
+    def _no_sample(self) -> Tensor:
+        return torch.zeros(self.denoiser.latent_shape, device=self.world.device, dtype=self.dtype)
+
+    def _run_stage(self, sample: int | None, latents: Tensor, bar: tqdm) -> Tensor:
+        index = self.samples.index(sample) if sample is not None and sample in self.samples else 0
         trajectory = self.denoiser.begin(index, self.steps[0])
         for step in self.steps:
             self.stopwatch.start()
-            latents = trajectory.step(latents, step)
-            self.log.write("step", sample, step, seconds=self.stopwatch.stop())
-            bar.update()
+            with self._company():
+                latents = trajectory.step(latents, step)
+            seconds = self.stopwatch.stop()
+            if sample is None:
+                self.log.write("pad", step=step, seconds=seconds)
+            else:
+                self.log.write("step", sample, step, seconds=seconds)
+                bar.update()
         return latents
 
-    def _progress_bar(self, samples: Sequence[int]) -> tqdm:
+    def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
         """On a terminal, on the last rank of the first replica."""
-        shown = self.last and self.world.replica == 0 and len(samples) > 0 and samples[0] >= 0
+        shown = self.last and self.world.replica == 0 and samples[:1] == [0]
         total = len(samples) * len(self.steps)
         return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

@@ -13,14 +13,24 @@ if TYPE_CHECKING:
 
 
 class Parallel(Frozen):
-    """How the work is spread. The product of the axes is the world size; `dp` is the outermost."""
+    """How the work is spread. The product of the axes is the world size; `dp` is the outermost.
+
+    `fsdp` is no axis of its own: the ranks of one stage, one in each replica, share out the parameters and compute in
+    lockstep, each a sample of its own.
+    """
 
     dp: int = Field(default=1, ge=1, description="replicas: split the samples")
     pp: int = Field(default=1, ge=1, description="stages: split the steps")
+    fsdp: bool = Field(default=False, description="shard the parameters over the replicas' ranks of the same stage")
 
     @property
     def world_size(self) -> int:
         return self.dp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the parameters are cut; 1 where every rank holds them whole."""
+        return self.dp if self.fsdp else 1
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """(replica, stage) of a rank."""
@@ -34,4 +44,4 @@ class Parallel(Frozen):
 
     def __str__(self) -> str:
         axes = [f"{name} {size}" for name, size in (("dp", self.dp), ("pp", self.pp)) if size > 1]
-        return " × ".join(axes) or "1 rank"
+        return " × ".join(axes + ["fsdp"] * self.fsdp) if axes else "1 rank"

@@ -14,6 +14,7 @@ import torch
 
 from vdpp_core.config import MODELS, RunConfig
 from vdpp_core.errors import ConfigError
+from vdpp_core.limits import can_limit
 from vdpp_core.media import read_image
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -93,6 +94,7 @@ def check(config: RunConfig, local_ranks: int) -> None:
         ConfigError: one line that says what cannot be and what can.
     """
     _check_device(config, local_ranks)
+    _check_memory_options(config)
     _check_dtype(config)
     _check_model(config)
     if config.image_path is not None:
@@ -121,6 +123,14 @@ def _check_device(config: RunConfig, local_ranks: int) -> None:
         raise ConfigError("backend", "nccl", f"needs CUDA devices; on {kind} use gloo or auto")
 
 
+def _check_memory_options(config: RunConfig) -> None:
+    kind = device_type(config)
+    if config.memory_limit_gib is not None and not can_limit(kind):
+        raise ConfigError("memory_limit_gib", config.memory_limit_gib, f"needs CUDA, or a CPU under Linux; not {kind}")
+    if config.fsdp_cpu_offload and kind != "cuda":
+        raise ConfigError("fsdp_cpu_offload", True, f"needs CUDA: on {kind} the shards are in the host's memory anyway")
+
+
 @torch.no_grad()
 def _check_dtype(config: RunConfig) -> None:
     """Tries the kinds of operation that the UNet is made of; on a CPU some builds lack them in half precision."""
@@ -137,7 +147,7 @@ def _check_dtype(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    if config.source is None or (config.random_weights and config.model == "svd" and config.model_id is None):
+    if config.source is None:
         return
     argument = "model" if config.model_id is None else "model_id"
     folder = Path(config.source)
@@ -156,6 +166,15 @@ def _check_model(config: RunConfig) -> None:
             raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
         if found != kind:
             raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
+    if on_disk and config.model_id is not None and not config.random_weights:
+        _check_weights(config)
+
+
+def _check_weights(config: RunConfig) -> None:
+    from vdpp_core.unets import on_meta, weights  # seconds that the models of the package do not need
+    from vdpp_core.unets.svd import weights_folder
+
+    weights.check(weights_folder(config, dtype(config)), dtype(config), on_meta(config, dtype(config)))
 
 
 def _settings_needed(config: RunConfig) -> dict[str, str | None]:

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from vdpp_core import machine
@@ -78,7 +79,7 @@ def _store(ranks: Ranks) -> dist.Store:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: its device, and the group of its replica's stages."""
+    """This rank's place: its device, its replica's stages, and the ranks that it shares parameters with, if any."""
 
     rank: int
     world_size: int
@@ -87,6 +88,7 @@ class World:
     device: torch.device
     threads: int
     stages: dist.ProcessGroup
+    shards: DeviceMesh | None
 
     def barrier(self) -> None:
         with communication():
@@ -123,7 +125,8 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
         )
         mesh = config.layout.mesh("cuda" if kind == "cuda" else "cpu")
         replica, stage = config.layout.coordinates(ranks.rank)
-        yield World(ranks.rank, ranks.world_size, replica, stage, device, threads, mesh.get_group("pp"))
+        shards = mesh["dp"] if config.layout.shards > 1 else None
+        yield World(ranks.rank, ranks.world_size, replica, stage, device, threads, mesh.get_group("pp"), shards)
         dist.destroy_process_group()
     except BaseException:
         if not ranks.under_torchrun and dist.is_initialized():  # under torchrun the process ends, without waiting

@@ -66,7 +66,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "steps_per_stage": [len(steps) for steps in config.stages()],
         "latent_shape": list(config.shape),
         "num_samples": config.num_samples,
-        "fsdp": False,
+        "fsdp": layout.fsdp,
         **schedule.numbers(spans, layout),
         **_waits(events, layout),
         "peak_memory_gb_per_rank": peaks,
@@ -216,7 +216,7 @@ def settle(
     if reason == "stopped" and not _own_fault(folder):  # that some ranks lost others is then no wonder
         failure = None
     if failure is not None and not (reason and _all_vanished(folder)):
-        return write(folder, "failed", failure)
+        return write(folder, "oom" if "oom" in failure else "failed", failure)
     if reason is None or reason == "stopped":
         return write(folder, "stopped")
     return write(folder, "failed", {"rank": None, "sample": None, "step": None, "cause": reason})
@@ -247,7 +247,8 @@ def stalled_rank(folder: Path) -> int:
     last = {event["rank"]: event for event in runfolder.read_events(folder)}
     for rank, event in sorted(last.items()):
         steps = config.stages()[config.layout.coordinates(rank)[1]]
-        if event["kind"] in ("take", "decode", "chunk") or (event["kind"] == "step" and event["step"] != steps[-1]):
+        in_a_stage = event["kind"] in ("step", "pad") and event["step"] != steps[-1]
+        if event["kind"] in ("take", "decode", "chunk") or in_a_stage:
             return rank
     return min(last, key=lambda rank: last[rank]["t"])
 
@@ -270,10 +271,12 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     gone += [rank for rank in silent if by_rank[rank] and runfolder.has_vanished(by_rank[rank][0])]
     gone += [event["lost_rank"] for event in errors if event.get("lost_rank") in silent]
     terminated = {event["rank"] for event in ends if event["kind"] == "terminated"}
+    more: dict[str, Any] = {}
     told = [event["lost_rank"] for event in errors if event.get("lost_rank") in terminated]
     if own_faults:
         fault = own_faults[0]
         rank, cause = fault["blamed"] if "blamed" in fault else fault["rank"], fault["error"]
+        more = {"oom": fault["oom"]} if "oom" in fault else {}
     elif gone:
         rank, cause = gone[0], exits.get(gone[0], "ended without a word: killed, out of memory, or crashed")
     elif told:
@@ -285,4 +288,4 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     else:
         return None
     sample, step = position(by_rank[rank], config.stages()[config.layout.coordinates(rank)[1]])
-    return {"rank": rank, "sample": sample, "step": step, "cause": cause}
+    return {"rank": rank, "sample": sample, "step": step, "cause": cause, **more}

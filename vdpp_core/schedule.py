@@ -57,8 +57,9 @@ def even_makespan(total_steps: int, stages: int, num_samples: int, step_s: float
 
 def predict(config: RunConfig, step_s: Sequence[float]) -> dict[str, Any]:
     """The numbers of a run before it runs, from the seconds a step takes on each stage."""
-    sizes = [len(steps) for steps in config.stages()]
-    return numbers(spans(config.layout, sizes, config.num_samples, step_s), config.layout)
+    sizes, layout = [len(steps) for steps in config.stages()], config.layout
+    at_work = Parallel(pp=layout.pp) if config.fsdp_same_sample else layout  # the first replica's ranks come first
+    return numbers(spans(at_work, sizes, config.num_samples, step_s), layout)
 
 
 def numbers(schedule: Sequence[Span], layout: Parallel) -> dict[str, Any]:
@@ -80,8 +81,10 @@ def numbers(schedule: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     busy = [sum(span.busy for span in schedule if span.rank == rank) for rank in range(layout.world_size)]
     utilisation = [seconds / makespan for seconds in busy]
 
-    per_replica = [[last[sample].end for sample in finished if sample % layout.dp == r] for r in range(layout.dp)]
-    per_replica = [times for times in per_replica if times]
+    replicas = {last[sample].rank // layout.pp for sample in finished}
+    per_replica = [
+        [last[sample].end for sample in finished if last[sample].rank // layout.pp == replica] for replica in replicas
+    ]
     gaps = [[b - a for a, b in zip([0.0, *times], times, strict=False)] for times in per_replica]
     steady = [(len(times) - 1) / (times[-1] - times[0]) for times in per_replica if len(times) > 1]
     after_first = [gap for times in gaps for gap in times[1:]]

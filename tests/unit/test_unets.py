@@ -7,8 +7,8 @@ import torch
 from diffusers import UNetSpatioTemporalConditionModel
 
 from vdpp_core import RunConfig, unets
+from vdpp_core.unets import load_scheduler
 from vdpp_core.unets.published import PUBLISHED_SCHEDULER, PUBLISHED_UNET
-from vdpp_core.unets.svd import load_scheduler
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def test_the_published_configuration_has_the_published_size():
 @pytest.mark.parametrize("config", [RunConfig(model="dummy"), RunConfig(), RunConfig(random_weights=True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_interface(config: RunConfig, dtype: torch.dtype):
-    unet, scheduler = unets.load(config, CPU, dtype)
+    unet, scheduler = unets.load(config, CPU, dtype), unets.load_scheduler(config, CPU)
     assert {parameter.dtype for parameter in unet.parameters()} == {dtype}
     width = unet.config.cross_attention_dim
     told = {"encoder_hidden_states": torch.zeros(2, 1, width, dtype=dtype)}
@@ -36,9 +36,8 @@ def test_one_interface(config: RunConfig, dtype: torch.dtype):
 
 def test_the_schedule_starts_at_700_as_the_official_one():
     """The documents found 11.68 with diffusers' defaults, and videos unrelated to the image."""
-    svd = load_scheduler(RunConfig(model="svd", random_weights=True))
-    for scheduler in (svd, load_scheduler(RunConfig()), unets.load(RunConfig(model="dummy"), CPU, torch.float32)[1]):
-        scheduler.set_timesteps(25)
+    for config in (RunConfig(model="svd", random_weights=True), RunConfig(), RunConfig(model="dummy")):
+        scheduler = load_scheduler(config.replace(total_steps=25), CPU)
         assert scheduler.sigmas[0].item() == pytest.approx(700.0)
         assert float(scheduler.init_noise_sigma) == pytest.approx(700.0, rel=1e-3)
 
@@ -46,7 +45,7 @@ def test_the_schedule_starts_at_700_as_the_official_one():
 def test_random_weights_are_the_same_on_every_rank_and_leave_the_callers_generator_alone():
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    first, second = (unets.load(RunConfig(random_weights=True), CPU, torch.float32)[0] for _ in range(2))
+    first, second = (unets.load(RunConfig(random_weights=True), CPU, torch.float32) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -8,22 +8,57 @@ from typing import Any
 
 import torch
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from torch import nn
 
 from vdpp_core.config import RunConfig
-from vdpp_core.unets.dummy import make_dummy
+from vdpp_core.unets import weights
+from vdpp_core.unets.dummy import DummyUNet
 from vdpp_core.unets.published import PUBLISHED_SCHEDULER
 
 
-def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> tuple[Any, EulerDiscreteScheduler]:
-    """The UNet of a run on `device` and its scheduler; fp32, fp16 or bf16."""
+def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """The UNet of a run on `device`, whole; fp32, fp16 or bf16."""
+    if config.model == "dummy" or config.random_weights:
+        unet = on_meta(config, dtype).to_empty(device=device)
+        weights.fill(unet, weights.random(on_meta(config, dtype), device))
+    else:
+        from vdpp_core.unets.svd import load_unet  # seconds that the dummy does not need
+
+        unet = load_unet(config, device, dtype)
+    return ready(config, unet)
+
+
+def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
+    """The UNet's structure without its weights, on the meta device."""
+    with torch.device("meta"):
+        if config.model == "dummy":
+            unet: Any = DummyUNet()
+        else:
+            from vdpp_core.unets.svd import structure
+
+            unet = structure(config)
+    # AlphaBlender ignores the device context; diffusers' own `to` warns of every change of type
+    return nn.Module.to(unet, "meta", dtype)
+
+
+def ready(config: RunConfig, unet: Any) -> Any:
+    """Set up for inference as the run asks for it."""
+    if config.chunked:
+        unet.enable_forward_chunking(chunk_size=1, dim=0)
+    return unet.eval()
+
+
+def load_scheduler(config: RunConfig, device: torch.device) -> EulerDiscreteScheduler:
+    """The scheduler with the run's steps.
+
+    Always Euler's (vdpp_core/machine.py refuses others): solvers with memory of earlier steps need it handed on.
+    """
     if config.source is None:
-        return make_dummy(device=device, dtype=dtype).eval(), EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
-    from vdpp_core.unets.svd import load_scheduler, load_unet  # seconds that the dummy does not need
-
-    unet, scheduler = load_unet(config, device, dtype), load_scheduler(config)
-    if config.enable_memory_opt:
-        unet.enable_forward_chunking(chunk_size=1, dim=1)
-    return unet, scheduler
+        scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
+    else:
+        scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
+    scheduler.set_timesteps(config.total_steps, device=device)
+    return scheduler
 
 
-__all__ = ["load"]
+__all__ = ["load", "load_scheduler", "on_meta", "ready"]

@@ -1,9 +1,7 @@
 """A light network with the signature of SVD's UNet, for checking the logic of a run in milliseconds."""
 
 from types import SimpleNamespace
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -31,10 +29,3 @@ class DummyUNet(nn.Module):
         time = self.time_embedding(timestep.reshape(1, 1).to(sample.dtype))
         hidden = self.conv_in(sample.transpose(1, 2)) + time[..., None, None, None]
         return (self.conv_out(nn.functional.silu(hidden)).transpose(1, 2),)
-
-
-def make_dummy(**factory: Any) -> DummyUNet:
-    """The same dummy on every rank: its weights are drawn with seed 0."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return DummyUNet().to(**factory)

@@ -1,9 +1,9 @@
-"""The published configuration of Stable Video Diffusion, XT."""
+"""The published configuration of Stable Video Diffusion, XT, and one of 0.3 of its width."""
 
 from typing import Any
 
 # huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt: unet/config.json, scheduler/scheduler_config.json
-PUBLISHED_UNET = {
+PUBLISHED_UNET: dict[str, Any] = {
     "sample_size": 96,
     "in_channels": 8,
     "out_channels": 4,
@@ -18,6 +18,14 @@ PUBLISHED_UNET = {
     "num_attention_heads": (5, 10, 20, 20),
     "num_frames": 25,
 }
+MEDIUM_UNET = PUBLISHED_UNET | {  # 137 million parameters: large enough to matter, small enough for a laptop
+    "block_out_channels": (96, 192, 384, 384),
+    "num_attention_heads": (3, 6, 12, 12),
+    "addition_time_embed_dim": 64,
+    "projection_class_embeddings_input_dim": 192,
+    "cross_attention_dim": 256,
+}
+PUBLISHED = {"svd": PUBLISHED_UNET, "medium": MEDIUM_UNET}
 PUBLISHED_SCHEDULER: dict[str, Any] = {
     "beta_start": 0.00085,
     "beta_end": 0.012,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,58 +12,59 @@ from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemp
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 
 from vdpp_core.config import RunConfig
-from vdpp_core.unets.published import PUBLISHED_SCHEDULER, PUBLISHED_UNET
+from vdpp_core.unets.published import PUBLISHED
 
 if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
 
 
+def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
+    """The UNet of a run from its architecture alone, with whatever values the constructor gives."""
+    if config.source is None:
+        return UNetSpatioTemporalConditionModel.from_config(PUBLISHED[config.model])
+    architecture = UNetSpatioTemporalConditionModel.load_config(config.source, subfolder="unet")
+    return UNetSpatioTemporalConditionModel.from_config(architecture)
+
+
+def weights_folder(config: RunConfig, dtype: torch.dtype) -> Path:
+    """Where the UNet's files lie; those of a hub model are downloaded, if they were not before."""
+    folder = Path(str(config.source)).expanduser()
+    if not folder.is_dir():
+        import huggingface_hub as hub
+
+        half, full = ("unet/*.fp16*", None), ("unet/*", "*.fp16*")
+        for wanted, unwanted in (full, half) if dtype == torch.float32 else (half, full):
+            place = hub.snapshot_download(str(config.source), allow_patterns=wanted, ignore_patterns=unwanted)
+            folder = Path(place)
+            if any(folder.glob("unet/*.safetensors")):
+                break
+    return folder / "unet"
+
+
 def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UNetSpatioTemporalConditionModel:
-    """The UNet of `config.source` on `device`, ready for inference; random weights are the same on every rank."""
-    if not config.random_weights:
-        load = UNetSpatioTemporalConditionModel.from_pretrained
-        unet = _load_either_variant(load, config.source, dtype, subfolder="unet")
-        return unet.to(device).eval()
-
-    architecture: dict[str, Any] = PUBLISHED_UNET
-    if config.model == "tiny" or config.model_id:
-        architecture = UNetSpatioTemporalConditionModel.load_config(config.source, subfolder="unet")
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # 1.5 billion parameters are never held in fp32 first
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
-            torch.manual_seed(0)
-            unet = UNetSpatioTemporalConditionModel.from_config(architecture)
-    finally:
-        torch.set_default_dtype(default)
-    return unet.to(device).eval()
-
-
-def load_scheduler(config: RunConfig) -> EulerDiscreteScheduler:
-    """The scheduler of `config.source`, or the published one with random weights of the published size.
-
-    Always Euler's (vdpp_core/machine.py refuses others): solvers with memory of earlier steps need it handed on.
-    """
-    if config.random_weights and config.model == "svd" and not config.model_id:
-        return EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
-    return EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
+    """The UNet of `config.source`, whole, on `device`, as diffusers loads it."""
+    load = UNetSpatioTemporalConditionModel.from_pretrained
+    return _load_either_variant(load, config.source, dtype, subfolder="unet").to(device)
 
 
 def load_pipeline(
-    config: RunConfig, unet: UNetSpatioTemporalConditionModel, scheduler: EulerDiscreteScheduler
+    config: RunConfig, unet: Any, scheduler: EulerDiscreteScheduler, device: torch.device, dtype: torch.dtype
 ) -> StableVideoDiffusionPipeline:
-    """The official pipeline of `config.source` around a UNet that is loaded already, on the UNet's device."""
+    """The official pipeline of `config.source` around a UNet that is loaded already; the rest goes to `device`."""
     from diffusers import StableVideoDiffusionPipeline
 
     load = StableVideoDiffusionPipeline.from_pretrained
-    pipeline = _load_either_variant(load, config.source, unet.dtype, unet=unet, scheduler=scheduler)
+    pipeline = _load_either_variant(load, config.source, dtype, unet=unet, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(unet.device)
+    for part in (pipeline.vae, pipeline.image_encoder):
+        part.to(device)
+    return pipeline
 
 
 def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
     """The official pipeline as a user would load it."""
-    return load_pipeline(config, load_unet(config, device, dtype), load_scheduler(config))
+    scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
+    return load_pipeline(config, load_unet(config, device, dtype), scheduler, device, dtype)
 
 
 def load_decoder(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
