@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from vdpp_core import machine, results, runfolder
+from vdpp_core import machine, memory, results, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
@@ -112,6 +113,8 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
     config = config.for_ranks(ranks)
     machine.check(config, local_ranks=ranks)
+    for line in memory.before_start(config, ranks):
+        warnings.warn(line, stacklevel=3)
     return runfolder.create(config)
 
 

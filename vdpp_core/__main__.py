@@ -1,4 +1,4 @@
-"""The commands, alone or under torchrun: python -m vdpp_core simulate | benchmark | generate | run."""
+"""The commands, alone or under torchrun: python -m vdpp_core simulate | benchmark | generate | memory | run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vdpp_core import cli, machine, runfolder
+from vdpp_core import cli, machine, memory, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
@@ -18,11 +18,16 @@ from vdpp_core.measure import keep_freed_memory
 from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree
 
+MEMORY = "peak memory of a rank, predicted without a GPU, weights or a run"
+
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
     try:
+        if arguments.command == "memory":
+            _memory(arguments)
+            return
         if arguments.command == "run":
             _each_once(arguments.folder)
             folders = [_prepared(folder, ranks) for folder in arguments.folder]
@@ -50,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = cli.add_run_commands(parser)
     for name in cli.COMMANDS:
         commands.choices[name].add_argument("--world-size", metavar="N", help="without torchrun: start so many ranks")
+    predicting = commands.add_parser("memory", help=MEMORY, description=MEMORY)
+    cli.add_run_flags(predicting)
+    predicting.add_argument("--world-size", metavar="N", help="ranks")
+    predicting.add_argument("--capacity-gib", type=float, metavar="GIB", help="of a device; what would fit")
     run = commands.add_parser("run", help="execute prepared run folders one after another, under torchrun")
     run.add_argument("folder", nargs="+", type=Path)
     return parser
@@ -61,11 +70,41 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
     if ranks.under_torchrun and wanted != ranks.world_size:
         raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
     config = cli.run_config(arguments, wanted)
-    machine.check(config, ranks.local_world_size if ranks.under_torchrun else wanted)
+    local_ranks = ranks.local_world_size if ranks.under_torchrun else wanted
+    machine.check(config, local_ranks)
+    if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by who goes on to run
+        cli.warn(memory.before_start(config, local_ranks))
     if wanted != ranks.world_size:
         runfolder.check_place(config)
         _become_torchrun(wanted, argv)
     return Path(agree(ranks, lambda: str(runfolder.create(config))))
+
+
+def _memory(arguments: argparse.Namespace) -> None:
+    """Predict on any machine: for a GPU, unless --device says otherwise, and a model whose weights need not be here."""
+    arguments.device, arguments.command = arguments.device or "cuda", None
+    arguments.random_weights = None if arguments.model == "dummy" else True
+    config = cli.run_config(arguments, _whole_number("world_size", arguments.world_size, 1))
+    facts = memory.report(config, arguments.capacity_gib)
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return
+    batch, _, frames, rows, columns = config.shape
+    mode = f"{'sequential' if config.sequential else 'batched'} guidance{', chunked feed-forward' * config.chunked}"
+    latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
+    print(f"{config.layout}, latents {latents}, {str(machine.dtype(config)).removeprefix('torch.')}, {mode}")
+    for part in memory.PARTS:
+        print(f"  {part:14} {facts[f'{part}_gb']:9.3f} GB")
+    print(f"  {'peak':14} {facts['peak_gb']:9.3f} GB a rank, in {facts['peak_layer']}")
+    if config.layout.shards > 1:
+        print(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
+    if facts["decoding_peak_gb"]:
+        print(f"  decoding, {config.decode_chunk_size} frames at a time: {facts['decoding_peak_gb']:.3f} GB")
+    if "fits" in facts:
+        verdict = "fits in" if facts["fits"] else "does not fit in"
+        print(f"  {verdict} {facts['capacity_gib']:g} GiB: {facts['needed_gib']:.2f} GiB needed, allowances counted")
+    for remedy in facts.get("remedies", ()):
+        print(f"  would fit: {remedy}")
 
 
 def _no_loading_bars() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from typing import Any, NoReturn, get_args
 
 from vdpp_core.config import RunConfig
@@ -30,6 +31,11 @@ class OneLineParser(argparse.ArgumentParser):
 def fail(message: str) -> NoReturn:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr)
 
 
 def add_run_commands(parser: argparse.ArgumentParser) -> Any:

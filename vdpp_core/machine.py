@@ -14,7 +14,7 @@ import torch
 
 from vdpp_core.config import MODELS, RunConfig
 from vdpp_core.errors import ConfigError
-from vdpp_core.limits import can_limit
+from vdpp_core.limits import GIB, can_limit
 from vdpp_core.media import read_image
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -87,6 +87,15 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def capacity(config: RunConfig, local_ranks: int) -> int:
+    """Bytes that each of so many ranks on this machine may use: its limit, its GPU, or its share of free memory."""
+    if config.memory_limit_gib is not None:
+        return int(config.memory_limit_gib * GIB)
+    if device_type(config) == "cuda":
+        return torch.cuda.get_device_properties(int(config.device.partition(":")[2] or 0)).total_memory
+    return psutil.virtual_memory().available // local_ranks
+
+
 def check(config: RunConfig, local_ranks: int) -> None:
     """Whether this machine can do the run on so many ranks.
 
@@ -96,7 +105,7 @@ def check(config: RunConfig, local_ranks: int) -> None:
     _check_device(config, local_ranks)
     _check_memory_options(config)
     _check_dtype(config)
-    _check_model(config)
+    check_model(config)
     if config.image_path is not None:
         read_image(config.image_path, config.image_size)
 
@@ -146,7 +155,8 @@ def _check_dtype(config: RunConfig) -> None:
         raise ConfigError("dtype", config.dtype, allowed) from None
 
 
-def _check_model(config: RunConfig) -> None:
+def check_model(config: RunConfig) -> None:
+    """Whether the files that a run needs of its model are there and fit together; ConfigError if not."""
     if config.source is None:
         return
     argument = "model" if config.model_id is None else "model_id"

@@ -26,6 +26,6 @@ class DummyUNet(nn.Module):
         return_dict: bool = False,
     ) -> tuple[Tensor]:
         """(B, F, 8, H, W) -> ((B, F, 4, H, W),), as `UNetSpatioTemporalConditionModel` does."""
-        time = self.time_embedding(timestep.reshape(1, 1).to(sample.dtype))
+        time = self.time_embedding(timestep.reshape(1, 1).to(sample))
         hidden = self.conv_in(sample.transpose(1, 2)) + time[..., None, None, None]
         return (self.conv_out(nn.functional.silu(hidden)).transpose(1, 2),)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt: unet/config.json, scheduler/scheduler_config.json
+# huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt: {unet,vae,scheduler}/*config.json
 PUBLISHED_UNET: dict[str, Any] = {
     "sample_size": 96,
     "in_channels": 8,
@@ -24,6 +24,15 @@ MEDIUM_UNET = PUBLISHED_UNET | {  # 137 million parameters: large enough to matt
     "addition_time_embed_dim": 64,
     "projection_class_embeddings_input_dim": 192,
     "cross_attention_dim": 256,
+}
+PUBLISHED_VAE: dict[str, Any] = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "force_upcast": True,
+    "latent_channels": 4,
+    "layers_per_block": 2,
+    "sample_size": 768,
+    "scaling_factor": 0.18215,
 }
 PUBLISHED = {"svd": PUBLISHED_UNET, "medium": MEDIUM_UNET}
 PUBLISHED_SCHEDULER: dict[str, Any] = {

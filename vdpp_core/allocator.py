@@ -1,0 +1,112 @@
+"""PyTorch's caching allocator for CUDA, as far as it decides what is reserved: c10/cuda/CUDACachingAllocator.cpp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+GRANULE = 512  # kMinBlockSize
+SMALL = MIB  # kSmallSize: what is not larger lives in segments of SMALL_SEGMENT
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB  # kLargeBuffer, for what is below FROM_ITS_OWN_SIZE
+FROM_ITS_OWN_SIZE = 10 * MIB  # kMinLargeAlloc; beyond it a segment is the request rounded up to ROUND_LARGE
+ROUND_LARGE = 2 * MIB
+
+
+class FullError(Exception):
+    """A request that cannot be met. `reserved` and `allocated` are what there was when it came, in bytes."""
+
+    def __init__(self, request: int, reserved: int, allocated: int) -> None:
+        self.request, self.reserved, self.allocated = request, reserved, allocated
+        super().__init__(f"{request} bytes asked for, {reserved} reserved, {allocated} of them allocated")
+
+
+@dataclass(eq=False)
+class Block:
+    """A stretch of a segment, with its neighbours there."""
+
+    size: int
+    order: int  # of its segment, in the order of coming
+    small: bool
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+class CachingAllocator:
+    """One stream, default settings. A segment once reserved is kept, until a request cannot be met otherwise."""
+
+    def __init__(self, capacity: float = float("inf")) -> None:
+        self.capacity = capacity
+        self.reserved = self.allocated = self.peak_reserved = 0
+        self.segments = 0
+        self.cached: dict[bool, list[Block]] = {True: [], False: []}
+
+    def allocate(self, size: int) -> Block:
+        """The smallest free block that is large enough, split where what is left is worth keeping; else a new segment.
+
+        Raises:
+            FullError: even giving back every wholly free segment does not make enough room.
+        """
+        size = max(GRANULE, -(-size // GRANULE) * GRANULE)
+        small = size <= SMALL
+        fitting = [block for block in self.cached[small] if block.size >= size]
+        if fitting:
+            block = min(fitting, key=lambda block: (block.size, block.order))
+            self.cached[small].remove(block)
+        else:
+            block = self._segment(size, small)
+        self._split(block, size)
+        block.free = False
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Back into the cache, joined with free neighbours."""
+        self.allocated -= block.size
+        block.free = True
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                self.cached[block.small].remove(neighbour)
+                block.size += neighbour.size
+                if neighbour is block.before:
+                    block.before = neighbour.before
+                    if block.before is not None:
+                        block.before.after = block
+                else:
+                    block.after = neighbour.after
+                    if block.after is not None:
+                        block.after.before = block
+        self.cached[block.small].append(block)
+
+    def _segment(self, size: int, small: bool) -> Block:
+        if small:
+            whole = SMALL_SEGMENT
+        elif size < FROM_ITS_OWN_SIZE:
+            whole = LARGE_SEGMENT
+        else:
+            whole = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if self.reserved + whole > self.capacity:
+            before = self.reserved
+            self._give_back()
+            if self.reserved + whole > self.capacity:
+                raise FullError(size, before, self.allocated)
+        self.reserved += whole
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self.segments += 1
+        return Block(whole, self.segments, small)
+
+    def _split(self, block: Block, size: int) -> None:
+        left = block.size - size
+        if left >= GRANULE if block.small else left > SMALL:
+            rest = Block(left, block.order, block.small, free=True, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.after, block.size = rest, size
+            self.cached[block.small].append(rest)
+
+    def _give_back(self) -> None:
+        for small, blocks in self.cached.items():
+            whole = [block for block in blocks if block.before is None and block.after is None]
+            self.reserved -= sum(block.size for block in whole)
+            self.cached[small] = [block for block in blocks if block not in whole]

@@ -1,0 +1,206 @@
+"""Peak memory of a rank before anything runs, and whether a device has it. Needs no GPU, no weights, no ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vdpp_core import machine, trace
+from vdpp_core.allocator import FullError
+from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
+from vdpp_core.layout import Parallel
+from vdpp_core.limits import GIB
+from vdpp_core.replay import Peak, peak, play, room_needed
+
+# What a card holds beyond PyTorch's allocator: CUDA's context, the libraries' own memory, and what is not modelled.
+# From the published run out of memory (reference/a5000x7.json, row 4), which this therefore cannot be tested on: of
+# 23.68 GiB 2.75 were free, so 20.93 were in use, where the allocator modelled here holds 20.23 when it comes to that
+# same request of 2.75 GiB. `make gpu-check` measures it on other cards.
+CONTEXT_GIB = 0.71
+# On a CPU: oneDNN's copies of what it computes on, in layouts that it prefers. tests/benchmarks/memory.py measured
+# 3 to 7 % above the prediction.
+CPU_ALLOWANCE = 1.1
+PARTS = ("parameters", "activations", "gathered", "latents")
+MOST_RANKS = 8
+WIDEST_OF_SMALL = 96  # channels of tiny
+
+
+def predict(config: RunConfig) -> Peak:
+    """Peak of a rank's denoising step. About a second for the published UNet, once for each shape and mode.
+
+    All that PyTorch's operators allocate is counted, but not what kernels use inside (workspaces of cuDNN, oneDNN).
+    """
+    return peak(_step(config), _shards(config), config.fsdp_cpu_offload)
+
+
+def predict_decoding(config: RunConfig) -> Peak | None:
+    """Peak of decoding a sample in chunks of `decode_chunk_size` frames, the UNet freed; None without a VAE."""
+    if config.model in ("dummy", "medium") and config.model_id is None:
+        return None
+    if config.model_id is not None and Path(config.model_id).is_dir() and not (Path(config.model_id) / "vae").is_dir():
+        return None
+    alike = _alike(config).replace(decode_chunk_size=config.decode_chunk_size)
+    return peak(trace.decoding(alike, machine.dtype(config)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a rank finds room, allowances counted; if it does not, on a GPU, the bytes of the request that failed."""
+
+    fits: bool
+    request: int | None = None
+
+
+def fit(config: RunConfig, capacity: float) -> Fit:
+    """A rank on a device of so many bytes.
+
+    A GPU: the caching allocator's decisions one by one, fragmentation included, in what CONTEXT_GIB leaves of it.
+    A CPU: the peak times CPU_ALLOWANCE.
+    """
+    if machine.device_type(config) == "cpu":
+        return Fit(needed(config) <= capacity)
+    shards, offload, context = _shards(config), config.fsdp_cpu_offload, CONTEXT_GIB * GIB
+    try:
+        play(_step(config), shards, offload, capacity - context)
+    except FullError as full:
+        return Fit(False, full.request)
+    return Fit(True)
+
+
+def needed(config: RunConfig) -> int:
+    """The smallest device in which `fit` finds room, in bytes."""
+    if machine.device_type(config) == "cpu":
+        return int(predict(config).total * CPU_ALLOWANCE)
+    return room_needed(_step(config), _shards(config), config.fsdp_cpu_offload) + int(CONTEXT_GIB * GIB)
+
+
+def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
+    """What `python -m vdpp_core memory` prints. GB are 1e9 bytes.
+
+    Raises:
+        ConfigError: the capacity is not positive, or less than the parameters take.
+    """
+    machine.check_model(config)
+    expected, decoding = predict(config), predict_decoding(config)
+    facts: dict[str, Any] = {
+        "parameters_gb": expected.parameters / 1e9,
+        "activations_gb": expected.activations / 1e9,
+        "gathered_gb": expected.gathered / 1e9,
+        "latents_gb": expected.latents / 1e9,
+        "peak_gb": expected.total / 1e9,
+        "peak_layer": expected.layer,
+        "largest_unit": expected.largest_unit.name,
+        "largest_unit_gb": expected.largest_unit.shard(1) / 1e9,
+        "decoding_peak_gb": decoding and decoding.total / 1e9,
+    }
+    if capacity_gib is None:
+        return facts
+    if not 0 < capacity_gib < math.inf:
+        raise ConfigError("capacity_gib", capacity_gib, "must be above 0")
+    if expected.parameters > capacity_gib * GIB:
+        allowed = f"must be above what the parameters take on a rank, {expected.parameters / GIB:.3f} GiB"
+        raise ConfigError("capacity_gib", capacity_gib, allowed)
+    found = fit(config, capacity_gib * GIB)
+    return facts | {
+        "capacity_gib": capacity_gib,
+        "needed_gib": needed(config) / GIB,
+        "fits": found.fits,
+        "failing_request_gib": found.request and found.request / GIB,
+        "remedies": [] if found.fits else remedies(config, capacity_gib * GIB),
+    }
+
+
+def remedies(config: RunConfig, capacity: float) -> list[str]:
+    """Changes, each of which alone would make a run fit; with FSDP the least number of ranks."""
+    modes: dict[str, dict[str, Any]] = {}
+    if not config.sequential and config.guidance_scale > 1:
+        modes["--guidance-mode sequential"] = {"guidance_mode": "sequential"}
+    if not config.chunked and config.model != "dummy":
+        modes["--forward-chunking"] = {"forward_chunking": True}
+    if len(modes) == 2:
+        modes["--enable-memory-opt (both)"] = {"enable_memory_opt": True}
+    found = [words for words, change in modes.items() if fit(config.replace(**change), capacity).fits]
+    found += _with_fsdp(config, capacity, "")
+    if not found and modes:
+        words, change = list(modes.items())[-1]
+        found += _with_fsdp(config.replace(**change), capacity, f"{words} ")
+    if frames := _frames_that_fit(config, capacity):
+        found.append(f"{frames} frames instead of {config.shape[2]}")
+    return found
+
+
+def _with_fsdp(config: RunConfig, capacity: float, words: str) -> list[str]:
+    stages = config.parallel.pp if config.parallel else 1
+    for ranks in range(_shards(config) + 1, MOST_RANKS + 1):
+        layout = Parallel(dp=ranks, pp=stages, fsdp=True)
+        if fit(config.replace(parallel=layout), capacity).fits:
+            return [f"{words}--fsdp on {layout.world_size} ranks"]
+    return []
+
+
+def _frames_that_fit(config: RunConfig, capacity: float) -> int | None:
+    """Activations grow with the frames: by two points of that line, then checked."""
+    batch, channels, frames, rows, columns = config.shape
+
+    def of(count: int) -> RunConfig:
+        return config.replace(latent_shape=(batch, channels, count, rows, columns))
+
+    few = max(1, frames // 2)
+    least, most = needed(of(few)), needed(config)
+    if few == frames or most <= least:
+        return None
+    guess = min(frames - 1, few + int((capacity - least) / ((most - least) / (frames - few))))
+    return next((count for count in (guess, guess - 1) if count >= 1 and fit(of(count), capacity).fits), None)
+
+
+def _shards(config: RunConfig) -> int:
+    return config.parallel.shards if config.parallel else 1
+
+
+def _step(config: RunConfig) -> trace.Trace:
+    return trace.step(_alike(config), machine.dtype(config))
+
+
+def _alike(config: RunConfig) -> RunConfig:
+    """The same for all runs that allocate the same on a rank."""
+    fields = ("model", "model_id", "guidance_scale", "min_guidance_scale")
+    mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
+    samples = math.ceil(config.num_samples / (config.parallel.dp if config.parallel else 1))
+    kept = {name: getattr(config, name) for name in fields}
+    return RunConfig(
+        parallel=Parallel(), random_weights=True, latent_shape=config.shape, num_samples=samples, **mode, **kept
+    )
+
+
+def before_start(config: RunConfig, local_ranks: int) -> list[str]:
+    """What is to be said before a run starts on so many ranks of this machine.
+
+    Raises:
+        ConfigError: its memory limit is below the parameters.
+    """
+    found, layout = [], config.layout
+    if layout.fsdp and layout.shards == 1:
+        found.append("fsdp with one rank a stage saves nothing: there is nobody to share the parameters with")
+    capacity = machine.capacity(config, local_ranks)
+    if config.memory_limit_gib is None and _at_most(config) < capacity:
+        return found
+    parameters, expected = predict(config).parameters, fit(config, capacity)
+    if config.memory_limit_gib is not None and parameters > capacity:
+        allowed = f"must be above what the parameters take on a rank, {parameters / GIB:.3f} GiB"
+        raise ConfigError("memory_limit_gib", config.memory_limit_gib, allowed)
+    if not expected.fits:
+        found.append(
+            f"will probably run out of memory: {needed(config) / GIB:.2f} GiB needed on a rank, "
+            f"{capacity / GIB:.2f} GiB there; `python -m vdpp_core memory` with the same flags says what would fit"
+        )
+    return found
+
+
+def _at_most(config: RunConfig) -> float:
+    """Bytes that the package's small models cannot exceed: 0.1 GB and 40 values of fp32 a channel and position."""
+    if config.model_id is not None or config.model not in ("dummy", "tiny"):
+        return float("inf")
+    return 1e8 + 40 * 4 * WIDEST_OF_SMALL * math.prod(config.shape) / config.shape[1] * 2
