@@ -17,6 +17,7 @@ from vdpp_core.layout import Parallel
 from vdpp_core.measure import keep_freed_memory
 from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree
+from vdpp_core.replay import PARTS
 
 MEMORY = "peak memory of a rank, predicted without a GPU, weights or a run"
 
@@ -37,7 +38,6 @@ def main(argv: list[str] | None = None) -> None:
         if ranks.rank == 0:
             cli.fail(error.as_flag())
         raise SystemExit(2) from None
-    keep_freed_memory()
     _no_loading_bars()
     try:
         for folder in folders:
@@ -93,7 +93,7 @@ def _memory(arguments: argparse.Namespace) -> None:
     mode = f"{'sequential' if config.sequential else 'batched'} guidance{', chunked feed-forward' * config.chunked}"
     latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
     print(f"{config.layout}, latents {latents}, {str(machine.dtype(config)).removeprefix('torch.')}, {mode}")
-    for part in memory.PARTS:
+    for part in PARTS:
         print(f"  {part:14} {facts[f'{part}_gb']:9.3f} GB")
     print(f"  {'peak':14} {facts['peak_gb']:9.3f} GB a rank, in {facts['peak_layer']}")
     if config.layout.shards > 1:
@@ -157,6 +157,7 @@ def _execute(folder: Path, ranks: Ranks) -> None:
     from vdpp_core import engine  # after the arguments were checked: it takes seconds to import
     from vdpp_core.results import settle
 
+    keep_freed_memory(RunConfig.read(folder).memory_limit_gib is None)
     try:
         engine.execute(folder, ranks)
     except BaseException:

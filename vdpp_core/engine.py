@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vdpp_core import conditioning, machine, results, runfolder, unets, videos
+from vdpp_core import conditioning, machine, memory, results, runfolder, unets, videos
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
@@ -88,7 +88,8 @@ class _Rank:
         self.step_s, self.phase = 0.0, "loading"
         self.unet: nn.Module | None = None
         self.finished: dict[int, Tensor] = {}
-        self.log.write("start", **self._facts())
+        predicted = memory.predict(config).in_gb() if world.rank == 0 else None
+        self.log.write("start", **self._facts(), predicted_memory=predicted)
 
     def _facts(self) -> dict[str, Any]:
         process = psutil.Process()
@@ -119,10 +120,10 @@ class _Rank:
                 raise
 
     def _work(self) -> None:
-        memory = MemoryMeter(self.world.device)
+        meter = MemoryMeter(self.world.device)
         if self.busy:
             self._load()
-            memory.reset()
+            meter.reset()
         self.world.barrier()
         self.phase = "warming up"
         if self.busy:
@@ -134,12 +135,12 @@ class _Rank:
         self.phase = "running"
         if self.busy:
             self._denoise([*self.samples, *[None] * self.padding], self._noise, self._finish)
-        facts: dict[str, Any] = {"memory": memory.peak()}
+        facts: dict[str, Any] = {"memory": meter.peak()}
         if self.config.command == "generate":
             self.phase = "decoding"
-            memory.reset()
+            meter.reset()
             self._make_videos()
-            facts["decode_memory"] = memory.peak()
+            facts["decode_memory"] = meter.peak()
         self.log.write("done", **facts)
 
     def _load(self) -> None:
@@ -148,8 +149,7 @@ class _Rank:
         if world.shards is None:
             self.unet = unets.load(config, world.device, self.dtype)
         else:
-            with fsdp.gathering():
-                self.unet = fsdp.load(config, world.shards, world.device, self.dtype)
+            self.unet = fsdp.load(config, world.shards, world.device, self.dtype)
         unet, scheduler = self.unet, unets.load_scheduler(config, world.device)
         told = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
         if self.first:
@@ -175,17 +175,12 @@ class _Rank:
         latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
         for _ in range(2):
             self.stopwatch.start()
-            with self._company():
-                self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
+            self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
             seconds = self.stopwatch.stop()
         self.log.write("warm", seconds=seconds)
         self.step_s = seconds
         warm_ups = range(-self.config.warmup_samples, 0)
         self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)
-
-    def _company(self) -> AbstractContextManager[None]:
-        """Around what the ranks of a shard group compute in lockstep."""
-        return nullcontext() if self.world.shards is None else fsdp.gathering()
 
     def _noise(self, sample: int) -> Tensor:
         return self.denoiser.noise(self.draws[self.samples.index(sample)])
@@ -263,8 +258,7 @@ class _Rank:
         trajectory = self.denoiser.begin(index, self.steps[0])
         for step in self.steps:
             self.stopwatch.start()
-            with self._company():
-                latents = trajectory.step(latents, step)
+            latents = trajectory.step(latents, step)
             seconds = self.stopwatch.stop()
             if sample is None:
                 self.log.write("pad", step=step, seconds=seconds)

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_MOST_FOR_MMAP = 32 * 2**20  # what glibc accepts at most as the latter
 _EPOCH = time.time() - time.perf_counter()
 
 
@@ -24,16 +25,18 @@ def now() -> float:
     return _EPOCH + time.perf_counter()
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep what is freed, as PyTorch's allocator does on CUDA; nothing happens with another C library.
+def keep_freed_memory(keep: bool) -> None:
+    """Have glibc keep what is freed, or give it back at once; nothing happens with another C library.
 
-    Otherwise a CPU rank may return its activations to the system and fault them in again at every step, or may not,
-    depending on what happens to lie at the top of its heap: 13 % of one rank's time and 2 % of its neighbour's.
+    Kept, as PyTorch's allocator does on CUDA: otherwise a CPU rank may return its activations to the system and fault
+    them in again at every step, or may not, depending on what happens to lie at the top of its heap: 13 % of one rank's
+    time and 2 % of its neighbour's. Given back, for runs within a limit: the process then holds what is alive and no
+    more, where a heap of activations of all sizes held 30 to 80 % more.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        library.mallopt(_M_TRIM_THRESHOLD, -1)
-        library.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc accepts
+        library.mallopt(_M_TRIM_THRESHOLD, -1 if keep else 2**16)
+        library.mallopt(_M_MMAP_THRESHOLD, _MOST_FOR_MMAP if keep else 2**16)
 
 
 class Stopwatch:
@@ -105,9 +108,9 @@ class EventLog:
     """events/rank-N.jsonl: one line an event, out of the process as soon as it is written.
 
     Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
-    it), step (seconds), send (seconds waited for room), sample (finished), done, and at a bad end error or terminated.
-    Where videos are made: decode (a sample taken up), chunk (some of its frames decoded), video (written, seconds) and
-    official (compared with the official pipeline's).
+    it), step (seconds), send (seconds waited for room), sample (finished), pad (a step that only keeps the shard group
+    company), done, and at a bad end error or terminated. Where videos are made: decode (a sample taken up), chunk (some
+    of its frames decoded), video (written, seconds) and official (compared with the official pipeline's).
     """
 
     def __init__(self, run_folder: Path, rank: int) -> None:

@@ -23,7 +23,6 @@ CONTEXT_GIB = 0.71
 # On a CPU: oneDNN's copies of what it computes on, in layouts that it prefers. tests/benchmarks/memory.py measured
 # 3 to 7 % above the prediction.
 CPU_ALLOWANCE = 1.1
-PARTS = ("parameters", "activations", "gathered", "latents")
 MOST_RANKS = 8
 WIDEST_OF_SMALL = 96  # channels of tiny
 
@@ -86,11 +85,7 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     machine.check_model(config)
     expected, decoding = predict(config), predict_decoding(config)
     facts: dict[str, Any] = {
-        "parameters_gb": expected.parameters / 1e9,
-        "activations_gb": expected.activations / 1e9,
-        "gathered_gb": expected.gathered / 1e9,
-        "latents_gb": expected.latents / 1e9,
-        "peak_gb": expected.total / 1e9,
+        **expected.in_gb(),
         "peak_layer": expected.layer,
         "largest_unit": expected.largest_unit.name,
         "largest_unit_gb": expected.largest_unit.shard(1) / 1e9,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from vdpp_core.allocator import MIB, Block, CachingAllocator, FullError
 from vdpp_core.trace import Event, Trace, Unit
 
+PARTS = ("parameters", "activations", "gathered", "latents")
 STEPS = 3  # fragmentation has settled then
 RESOLUTION = 8 * MIB
 
@@ -27,6 +28,11 @@ class Peak:
     @property
     def total(self) -> int:
         return self.parameters + self.activations + self.gathered + self.latents
+
+    def in_gb(self) -> dict[str, float]:
+        """parameters_gb, activations_gb, gathered_gb, latents_gb and peak_gb, their sum."""
+        parts = {f"{part}_gb": getattr(self, part) / 1e9 for part in PARTS}
+        return parts | {"peak_gb": self.total / 1e9}
 
 
 def peak(trace: Trace, shards: int = 1, offload: bool = False) -> Peak:

@@ -124,8 +124,11 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
 
 
 def _predicted(config: RunConfig, events: Sequence[Event]) -> dict[str, Any] | None:
-    """What was to be expected when the clock started, from the steps before: warm-up samples, or the warm-up step."""
+    """What was to be expected: the peak memory of a rank, foretold on the meta device; and when the clock started,
+    the times that follow from the steps before it: those of the warm-up samples, or the warm-up step."""
     layout = config.layout
+    expected = next((event["predicted_memory"] for event in events if "predicted_memory" in event), None)
+    memory = {"memory": expected, "max_peak_memory_gb": expected["peak_gb"]} if expected else {}
     step_s: dict[int, list[float]] = defaultdict(list)
     for event in events:
         if event["kind"] == "step" and event["sample"] < 0:
@@ -135,9 +138,9 @@ def _predicted(config: RunConfig, events: Sequence[Event]) -> dict[str, Any] | N
         if event["kind"] == "warm" and not step_s[stage]:
             step_s[stage].append(event["seconds"])
     if not all(step_s[stage] for stage in range(layout.pp)):
-        return None
+        return memory or None
     seconds = [median(step_s[stage]) for stage in range(layout.pp)]
-    return {"step_s_per_stage": seconds} | schedule.predict(config, seconds)
+    return memory | {"step_s_per_stage": seconds} | schedule.predict(config, seconds)
 
 
 def _git_commit() -> str | None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vdpp_core import unets
 from vdpp_core.config import RunConfig
-from vdpp_core.limits import is_out_of_memory
-from vdpp_core.mesh import LostRankError
+from vdpp_core.mesh import communication
 from vdpp_core.unets import weights
 from vdpp_core.unets.units import units
+
+# PyTorch 2.13 gave it a new name and warns of the old one
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def shard(unet: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
@@ -34,6 +37,8 @@ def shard(unet: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
     }
     pieces = [fully_shard(piece, **policies) for piece in units(unet)]
     chain: list[FSDPModule] = [fully_shard(unet, **policies), *pieces]
+    for piece in chain:
+        piece.set_custom_all_gather(AllGather())  # type: ignore[arg-type]
     for piece, following in itertools.pairwise(chain):
         piece.set_modules_to_forward_prefetch([following])
     return unet
@@ -68,15 +73,21 @@ def _copy_own_rows(parameter: DTensor, rows: Any, mesh: DeviceMesh) -> None:
         own.copy_(rows[first : first + own.shape[0]])
 
 
-@contextmanager
-def gathering() -> Iterator[None]:
-    """A failure of the communication inside FSDP is that of a lost rank; all others stay what they are."""
-    try:
-        yield
-    except RuntimeError as error:
-        trace, innermost = error.__traceback__, ""
-        while trace is not None:
-            innermost, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
-        if not innermost.startswith("torch.distributed") or is_out_of_memory(error):
-            raise
-        raise LostRankError("unknown", str(error).splitlines()[0]) from error
+class AllGather:
+    """What FSDP2 gathers with. A failure is that of a lost rank.
+
+    On a CPU: a broadcast from each rank, in place. gloo's own all-gather holds a second copy of what it gathers.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        with communication():
+            if output_tensor.device.type != "cpu":
+                return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            for rank, part in enumerate(output_tensor.chunk(dist.get_world_size(group))):
+                dist.broadcast(part, group=group, group_src=rank)
+        return None
