@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 READY := .venv/ready
 
-.PHONY: report test lab lint benchmark
+.PHONY: report test lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
@@ -21,6 +21,9 @@ lint: $(READY) ## ruff (notebooks included) and mypy
 
 benchmark: $(READY) ## the step pipeline against one rank, the machine's limit and the official pipeline (20 minutes)
 	$(VENV)/python -m tests.benchmarks.step_pipeline
+
+gpu-check: $(READY) ## peak memory on the CUDA devices here: measured, predicted and published (minutes)
+	$(VENV)/python -m tests.gpu.check
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,16 @@ def other_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("images") / "stripes.png"
     image.save(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def several_files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The shipped pipeline with its UNet's weights in several files and an index, as diffusers saves a large one."""
+    folder = Path(shutil.copytree(str(MODELS["tiny"]), tmp_path_factory.mktemp("models") / "several-files"))
+    shutil.rmtree(folder / "unet")
+    official_pipeline(torch.float16).unet.save_pretrained(folder / "unet", max_shard_size="3MB")
+    assert len(list((folder / "unet").glob("*.safetensors"))) > 1
+    return str(folder)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from vdpp_core import cli, machine, memory, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
+from vdpp_core.limits import OutOfMemoryError
 from vdpp_core.measure import keep_freed_memory
 from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree
@@ -42,6 +43,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         for folder in folders:
             _execute(folder, ranks)
+    except OutOfMemoryError as error:
+        print(f"rank {ranks.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

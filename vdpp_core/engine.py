@@ -84,7 +84,7 @@ class _Rank:
         self.busy = bool(self.samples or self.padding)
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.dtype = machine.dtype(config)
-        self.stopwatch = Stopwatch(world.device)
+        self.stopwatch, self.meter = Stopwatch(world.device), MemoryMeter(world.device)
         self.step_s, self.phase = 0.0, "loading"
         self.unet: nn.Module | None = None
         self.finished: dict[int, Tensor] = {}
@@ -120,10 +120,9 @@ class _Rank:
                 raise
 
     def _work(self) -> None:
-        meter = MemoryMeter(self.world.device)
         if self.busy:
             self._load()
-            meter.reset()
+            self.meter.reset()
         self.world.barrier()
         self.phase = "warming up"
         if self.busy:
@@ -135,12 +134,12 @@ class _Rank:
         self.phase = "running"
         if self.busy:
             self._denoise([*self.samples, *[None] * self.padding], self._noise, self._finish)
-        facts: dict[str, Any] = {"memory": meter.peak()}
+        facts: dict[str, Any] = {"memory": self.meter.peak()}
         if self.config.command == "generate":
             self.phase = "decoding"
-            meter.reset()
+            self.meter.reset()
             self._make_videos()
-            facts["decode_memory"] = meter.peak()
+            facts["decode_memory"] = self.meter.peak()
         self.log.write("done", **facts)
 
     def _load(self) -> None:
@@ -149,7 +148,9 @@ class _Rank:
         if world.shards is None:
             self.unet = unets.load(config, world.device, self.dtype)
         else:
-            self.unet = fsdp.load(config, world.shards, world.device, self.dtype)
+            unet = fsdp.structure(config, world.shards, self.dtype)
+            self.meter.set_baseline()  # FSDP's own objects, some 15 MB of Python, are no memory of the model
+            self.unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
         unet, scheduler = self.unet, unets.load_scheduler(config, world.device)
         told = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
         if self.first:

@@ -17,8 +17,8 @@ from torch import nn
 
 GIB = 2**30
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
-# PyTorch's allocators on CUDA and on the CPU, C++'s, and oneDNN, which does not say how much it asked for
-_FULL = re.compile(r"out of memory|can't allocate memory|bad_alloc|could not (create|execute) a", re.IGNORECASE)
+# PyTorch's allocators on CUDA and on the CPU, C++'s, and those of cuBLAS, cuDNN and oneDNN, which do not say how much
+_FULL = re.compile(r"out of memory|can't allocate memory|bad_alloc|_ALLOC_FAILED|could not (create|execute) a", re.I)
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
 
 

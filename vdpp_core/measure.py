@@ -70,12 +70,17 @@ class MemoryMeter:
     """Peak memory of this rank in GB (1e9 bytes), the model included, from `reset` on.
 
     CUDA: the allocator's maximum of allocated and of reserved bytes, and what the device itself says is in use.
-    Elsewhere: the high-water mark of resident memory above what the process held before the model (the baseline).
+    Elsewhere: the high-water mark of resident memory above what the process held before the model's tensors (the
+    baseline). Memory that libraries take when they are first used counts: about 20 MB for oneDNN.
     Where the mark cannot be reset (it needs Linux), it is the process's lifetime maximum.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.set_baseline()
+
+    def set_baseline(self) -> None:
+        """What is resident now belongs to no model."""
         self.baseline = psutil.Process().memory_info().rss
 
     def reset(self) -> None:

@@ -179,16 +179,16 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     found, layout = [], config.layout
     if layout.fsdp and layout.shards == 1:
         found.append("fsdp with one rank a stage saves nothing: there is nobody to share the parameters with")
-    capacity = machine.capacity(config, local_ranks)
-    if config.memory_limit_gib is None and _at_most(config) < capacity:
+    capacity, limited = machine.capacity(config, local_ranks), config.memory_limit_gib is not None
+    if not limited and _at_most(config) < capacity:
         return found
-    parameters, expected = predict(config).parameters, fit(config, capacity)
-    if config.memory_limit_gib is not None and parameters > capacity:
+    if limited and (parameters := predict(config).parameters) > capacity:
         allowed = f"must be above what the parameters take on a rank, {parameters / GIB:.3f} GiB"
         raise ConfigError("memory_limit_gib", config.memory_limit_gib, allowed)
-    if not expected.fits:
+    outside = int(CONTEXT_GIB * GIB) if limited and machine.device_type(config) == "cuda" else 0  # not in a limit
+    if not fit(config, capacity + outside).fits:
         found.append(
-            f"will probably run out of memory: {needed(config) / GIB:.2f} GiB needed on a rank, "
+            f"will probably run out of memory: {(needed(config) - outside) / GIB:.2f} GiB needed on a rank, "
             f"{capacity / GIB:.2f} GiB there; `python -m vdpp_core memory` with the same flags says what would fit"
         )
     return found

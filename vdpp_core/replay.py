@@ -11,7 +11,7 @@ from vdpp_core.trace import Event, Trace, Unit
 
 PARTS = ("parameters", "activations", "gathered", "latents")
 STEPS = 3  # fragmentation has settled then
-RESOLUTION = 8 * MIB
+RESOLUTION = 16 * MIB
 
 
 @dataclass(frozen=True)

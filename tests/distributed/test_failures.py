@@ -47,10 +47,11 @@ def some_are_finished(folder, number=3):
 
 def assert_where_it_was(folder, failure, rank):
     """Sample and step of a failure are those at which the rank's own events stop."""
-    stages = RunConfig.read(folder).stages()
+    config = RunConfig.read(folder)
+    steps = config.stages()[config.layout.coordinates(rank)[1]]
     own = [event for event in runfolder.read_events(folder) if event["rank"] == rank]
     last = [event for event in own if event["kind"] in ("take", "step")][-1]
-    expected = stages[rank][0] if last["kind"] == "take" else min(last["step"] + 1, stages[rank][-1])
+    expected = steps[0] if last["kind"] == "take" else min(last["step"] + 1, steps[-1])
     assert (failure["rank"], failure["sample"], failure["step"]) == (rank, last["sample"], expected)
 
 
@@ -80,9 +81,11 @@ def assert_no_rank_is_left(folder, ranks=2):
     assert [start["rank"] for start in starts if runfolder.is_rank(start)] == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_is_killed(rank, long_run, torchrun_in_background, wait_until):
-    folder = long_run()
+@pytest.mark.parametrize(
+    ("rank", "parallel"), [(0, Parallel(pp=2)), (1, Parallel(pp=2)), (1, Parallel(dp=2, fsdp=True))], ids=str
+)
+def test_a_rank_is_killed(rank, parallel, long_run, torchrun_in_background, wait_until):
+    folder = long_run(parallel=parallel)
     with torchrun_in_background(2, "run", folder) as process:
         wait_until(some_are_finished(folder), 60)
         os.kill(start_of(folder, rank)["pid"], signal.SIGKILL)

@@ -10,6 +10,7 @@ import torch
 from vdpp_core import RunConfig, runfolder
 
 QUICK = {"total_steps": 7, "num_frames": 5}
+SHARDS = {"dp": 2, "fsdp": True}
 CASES = {  # name: (ranks, arguments); all cases with the same number of ranks share one call of torchrun
     f"{stages} stages, {steps} steps, {samples} samples": (
         stages,
@@ -32,11 +33,25 @@ CASES = {  # name: (ranks, arguments); all cases with the same number of ranks s
     "another image": (2, QUICK | {"image": "other", "num_samples": 2}),
     "the first image again": (2, QUICK | {"num_samples": 2}),
     "half precision": (2, QUICK | {"dtype": "bf16", "num_samples": 2}),
+    "shards": (2, QUICK | {"parallel": SHARDS, "num_samples": 3}),
+    "shards of 3, more of them than samples": (3, QUICK | {"parallel": {"dp": 3, "fsdp": True}, "num_samples": 2}),
+    "shards, all ranks on one sample": (2, QUICK | {"parallel": SHARDS, "num_samples": 2, "fsdp_same_sample": True}),
+    "shards, latents of odd height": (2, QUICK | {"parallel": SHARDS, "height": 72, "width": 128, "num_samples": 2}),
+    "shards, warm-up and batch": (
+        2,
+        {"parallel": SHARDS, "total_steps": 3, "latent_shape": (2, 4, 5, 8, 8), "warmup_samples": 1, "num_samples": 1},
+    ),
+    "shards, from several files": (
+        2,
+        QUICK | {"parallel": SHARDS, "model_id": "several files", "height": 64, "width": 64, "num_samples": 2},
+    ),
+    "shards, half precision": (2, QUICK | {"parallel": SHARDS, "dtype": "bf16", "num_samples": 2}),
+    "2 stages of shards": (4, QUICK | {"parallel": {"dp": 2, "pp": 2, "fsdp": True}, "num_samples": 3}),
 }
 
 
 @pytest.fixture(scope="session")
-def run_folders(torchrun, other_image, tmp_path_factory):
+def run_folders(torchrun, other_image, several_files, tmp_path_factory):
     """run_folders(ranks): the run folders of all cases for so many ranks, run in one call of torchrun."""
 
     @functools.cache
@@ -45,7 +60,9 @@ def run_folders(torchrun, other_image, tmp_path_factory):
         for number, (name, (needed, arguments)) in enumerate(CASES.items()):
             if needed == ranks:
                 image = other_image if arguments.get("image") == "other" else None
-                config = RunConfig(command="generate", threads=1, **arguments | {"image": image})
+                model_id = several_files if "model_id" in arguments else None
+                given = arguments | {"image": image, "model_id": model_id}
+                config = RunConfig(command="generate", threads=1, **given)
                 folders[name] = runfolder.create(config.replace(output_dir=root / str(number)).for_ranks(ranks))
         process = torchrun(ranks, "run", *folders.values())
         assert process.returncode == 0, process.stderr
@@ -74,12 +91,12 @@ def test_each_step_of_each_sample_runs_once_and_in_order(name, run_folders):
     for sample in range(config.num_samples):
         steps = [event for event in events if event["kind"] == "step" and event["sample"] == sample]
         assert [event["step"] for event in steps] == list(range(config.total_steps))
-        replica = sample % layout.dp
+        replica = 0 if config.fsdp_same_sample else sample % layout.dp
         for event in steps:
             assert event["step"] in config.stages()[layout.coordinates(event["rank"])[1]]
             assert layout.coordinates(event["rank"])[0] == replica
     warm = sum(event["kind"] == "step" and event["sample"] < 0 for event in events)
-    replicas_at_work = min(layout.dp, config.num_samples)
+    replicas_at_work = layout.dp if layout.fsdp else min(layout.dp, config.num_samples)  # shards need all their ranks
     assert warm == config.warmup_samples * config.total_steps * replicas_at_work
     for rank in range(layout.world_size):
         kinds = [event["kind"] for event in events if event["rank"] == rank]

@@ -22,12 +22,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "NUM_SAMPLES": 3,
         "REPEATS": 1,
     },
+    "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16], "TOTAL_STEPS": 1},
     "04_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
     "05_plots": {},
 }
 FIGURES = {
     "00_setup": {"link"},
     "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},
+    "02_fsdp_memory": {"memory_published", "memory_remedies", "memory_slider", "memory_measured"},
     "04_quality": {
         "seeds",
         "schedules",
@@ -127,6 +129,20 @@ def test_the_second_notebook_shows_equality_and_the_corrected_published_rate(exe
     assert equality.count("<td>True</td>") == 9
     assert "<td>False</td>" not in equality
     assert "<td>0.410</td>" in shown  # 14 / (⌈14/4⌉ · 8.54 s), published as 0.409
+
+
+def test_the_memory_notebook_predicts_the_published_rows_and_runs_out_where_it_should(
+    executed: Callable[[str], Any],
+):
+    shown = texts(executed("02_fsdp_memory"))
+    assert "the request that fails: 2.75 GiB, published: 2.75 GiB" in shown
+    predicted, measured = (shown.index(words) for words in ("predicted / published", "measured / predicted"))
+    assert shown[predicted:measured].count("<td>oom</td>") == 2
+    outcomes = re.findall(r"<td>(oom|ok|failed|stopped)</td>", shown[measured:])
+    assert outcomes == ["oom", "oom", "ok", "ok", "ok", "ok"]
+    for layout in ("1 rank, small device", "step pipeline, small device"):
+        assert f"{layout}: rank" in shown
+    assert shown.count("out of memory while warming up, asked for") == 2
 
 
 def test_a_failing_notebook_is_named_with_its_cell_and_the_others_are_made(tmp_path: Path):

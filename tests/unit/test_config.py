@@ -54,6 +54,14 @@ BAD = [
     ({"dtype": "fp8"}, "dtype", "fp8", "'fp32'"),
     ({"backend": "mpi"}, "backend", "mpi", "'gloo'"),
     ({"threads": 0}, "threads", "0", "greater than or equal to 1"),
+    ({"model": "medium"}, "model", "medium", "random weights only"),
+    ({"attention_slicing": True}, "attention_slicing", "True", "has none"),
+    ({"guidance_mode": "both"}, "guidance_mode", "both", "'batched' or 'sequential'"),
+    ({"model": "dummy", "forward_chunking": True}, "forward_chunking", "True", "no feed-forward layers"),
+    ({"model": "dummy", "enable_memory_opt": True}, "enable_memory_opt", "True", "no feed-forward layers"),
+    ({"memory_limit_gib": 0}, "memory_limit_gib", "0", "greater than 0"),
+    ({"parallel": Parallel(dp=2), "fsdp_same_sample": True}, "fsdp_same_sample", "True", "only with fsdp"),
+    ({"parallel": Parallel(dp=2), "fsdp_cpu_offload": True}, "fsdp_cpu_offload", "True", "only with fsdp"),
     ({"timeout_s": 0}, "timeout_s", "0", "greater than or equal to 1"),
 ]
 

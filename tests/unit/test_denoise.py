@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vdpp_core import ConfigError, RunConfig, engine, runfolder
+from vdpp_core import ConfigError, Parallel, RunConfig, engine, runfolder
 from vdpp_core.config import MODELS
 
 SMALL = {"total_steps": 4, "num_frames": 5}
@@ -59,6 +59,11 @@ def test_defaults_are_the_official_defaults(generate, official):
     assert_official(generate(), official)
 
 
+def test_fsdp_on_one_rank(generate, official):
+    """It saves nothing, and works."""
+    assert_official(generate(parallel=Parallel(fsdp=True), **SMALL), official)
+
+
 def test_two_images_one_after_the_other(generate, official, other_image):
     """Nothing of the first run is left in the second."""
     first, second, again = generate(**SMALL), generate(image=other_image, **SMALL), generate(**SMALL)
@@ -75,9 +80,18 @@ def test_what_the_model_is_told_matters(changed, generate):
     assert (plain - other).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("arguments", [SMALL, SMALL | {"height": 72, "width": 128}, SMALL | {"guidance_scale": 1.0}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"guidance_mode": "sequential"},
+        {"guidance_mode": "sequential", "latent_shape": (2, 4, 3, 8, 8), "num_frames": None},
+        {"forward_chunking": True},
+        {"enable_memory_opt": True, "height": 72, "width": 128},
+        {"enable_memory_opt": True, "guidance_scale": 1.0},
+    ],
+)
 def test_memory_options_reorder_sums_only(arguments, generate, official):
-    folder = generate(enable_memory_opt=True, **arguments)
+    folder = generate(**SMALL | arguments)
     ours, theirs = runfolder.load_latents(folder, 0), official(RunConfig.read(folder), 0)
     assert ((ours - theirs).abs().max() / theirs.abs().max()).item() < 1e-5
 

@@ -14,8 +14,10 @@ PACKAGES = ("vdpp_core", "launch")
 
 # Each module imports only from its own line and those above. A new module gets its place here.
 LAYERS = [
-    {"vdpp_core.config", "vdpp_core.steps"},
+    {"vdpp_core.config", "vdpp_core.errors", "vdpp_core.layout", "vdpp_core.steps"},
     {
+        "vdpp_core.allocator",
+        "vdpp_core.limits",
         "vdpp_core.machine",
         "vdpp_core.measure",
         "vdpp_core.media",
@@ -24,6 +26,8 @@ LAYERS = [
         "vdpp_core.unets.dummy",
         "vdpp_core.unets.published",
         "vdpp_core.unets.svd",
+        "vdpp_core.unets.units",
+        "vdpp_core.unets.weights",
         "vdpp_core.cli",
         "vdpp_core.runfolder",
         "vdpp_core.schedule",
@@ -40,14 +44,25 @@ LAYERS = [
         "vdpp_core.assets.clips",
         "vdpp_core.assets.model",
     },
-    {"vdpp_core.assets.train", "vdpp_core.quality", "vdpp_core.quality_plots", "vdpp_core.videos"},
-    {"vdpp_core.assets.judge"},
-    {"vdpp_core.guard"},
+    {
+        "vdpp_core.assets.train",
+        "vdpp_core.parallel",
+        "vdpp_core.parallel.fsdp",
+        "vdpp_core.quality",
+        "vdpp_core.quality_plots",
+        "vdpp_core.trace",
+        "vdpp_core.videos",
+    },
+    {"vdpp_core.assets.judge", "vdpp_core.replay"},
+    {"vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
     {"vdpp_core.engine"},
     {"vdpp_core.__main__"},
 ]
-WITHOUT_RANKS = {"cli", "config", "machine", "plots", "results", "runfolder", "schedule", "steps", "tables"}
-OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh")}
+WITHOUT_RANKS = {
+    *("cli", "config", "layout", "machine", "memory", "memory_plots", "plots", "replay", "results", "runfolder"),
+    *("schedule", "steps", "tables", "trace"),
+}
+OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "parallel.fsdp")}
 
 
 class Import(NamedTuple):
@@ -95,8 +110,8 @@ LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 def test_the_reader_of_imports_reads_them():
     assert Import("vdpp_core.steps", True, False) in IMPORTS["vdpp_core.config"]
-    assert Import("torch.distributed.device_mesh", True, True) in IMPORTS["vdpp_core.config"]
-    assert Import("torch.distributed.device_mesh", False, False) in IMPORTS["vdpp_core.config"]
+    assert Import("torch.distributed.device_mesh", True, True) in IMPORTS["vdpp_core.layout"]
+    assert Import("torch.distributed.device_mesh", False, False) in IMPORTS["vdpp_core.layout"]
     assert Import("vdpp_core.machine", True, False) in IMPORTS["vdpp_core.engine"]
     assert Import("torch.distributed", True, False) in IMPORTS["vdpp_core.mesh"]
 
@@ -131,7 +146,7 @@ def test_what_reads_results_needs_no_ranks(name):
     found = IMPORTS[f"vdpp_core.{name}"]
     assert not OF_A_RANK & {used.module for used in found}
     distributed = [used for used in found if used.module.startswith("torch.distributed") and not used.for_types]
-    if name == "config":  # Parallel builds the mesh, when asked to
+    if name == "layout":  # Parallel builds the mesh, when asked to
         assert distributed == [Import("torch.distributed.device_mesh", False, False)]
     else:
         assert distributed == []
@@ -139,7 +154,7 @@ def test_what_reads_results_needs_no_ranks(name):
 
 def test_plots_draw_what_they_are_given():
     ours = {used.module for used in IMPORTS["vdpp_core.plots"] if used.module.startswith(PACKAGES)}
-    assert ours <= {f"vdpp_core.{name}" for name in ("config", "results", "runfolder", "schedule", "tables")}
+    assert ours <= {f"vdpp_core.{name}" for name in ("config", "layout", "results", "runfolder", "schedule", "tables")}
 
 
 def test_launch_starts_ranks_and_is_none():

@@ -44,13 +44,17 @@ def shard(unet: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
     return unet
 
 
+def structure(config: RunConfig, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
+    """The UNet of a run, sharded, on the meta device."""
+    return unets.ready(config, shard(unets.on_meta(config, dtype), mesh, config.fsdp_cpu_offload))
+
+
 @torch.no_grad()
-def load(config: RunConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Any:
-    """The UNet of a run, sharded. No rank ever holds more than its shards and the tensor that is being read.
+def materialise(unet: Any, config: RunConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Any:
+    """Give a `structure` its values. No rank ever holds more than its shards and the tensor that is being read.
 
     Of a stored model only the rank's own rows are read; random weights are drawn layer by layer.
     """
-    unet = unets.ready(config, shard(unets.on_meta(config, dtype), mesh, config.fsdp_cpu_offload))
     unet.to_empty(device="cpu" if config.fsdp_cpu_offload else device)
     if config.model == "dummy" or config.random_weights:
         source: Iterator[tuple[str, Any]] = weights.random(unets.on_meta(config, dtype), device)

@@ -1,0 +1,246 @@
+"""The published memory experiment on the CUDA devices that are here, predictions beside it: python -m tests.gpu.check
+
+The full-size UNet with random weights, two steps of one sample a run, since peak memory and seconds of a step are all
+that is wanted. A run that ends for lack of memory is a result; one that ends otherwise makes this command end with 1.
+Nothing else should be using the devices.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+
+import launch
+from vdpp_core import Parallel, RunConfig, machine, memory, runfolder, tables
+from vdpp_core.limits import GIB
+from vdpp_core.runfolder import Event
+
+Row = dict[str, Any]
+
+COMMAND = "python -m tests.gpu.check"
+FOLDER = Path(__file__).resolve().parents[2] / "figures" / "hardware"
+PUBLISHED_STEPS = 28
+PUBLISHED: list[Row] = tables.published()["memory_cfg3_28steps_1sample"]
+ONE_RANK = [row for row in PUBLISHED if row["mode"] == "pipeline" and row["gpus"] == 1]
+FSDP = [row for row in PUBLISHED if row["mode"] == "fsdp"]
+TOO_LARGE = next(row for row in ONE_RANK if row["outcome"] == "oom")
+LIMIT_GIB = round(TOO_LARGE["gpu_capacity_gib"] - memory.CONTEXT_GIB, 2)  # what PyTorch's allocator had of that card
+BASE = RunConfig(
+    command="benchmark",
+    model="svd",
+    random_weights=True,
+    dtype="fp16",
+    device="cuda",
+    total_steps=2,
+    num_samples=1,
+    warmup_samples=0,
+    guidance_mode="sequential",
+)
+
+
+def candidates(cards: int) -> list[RunConfig]:
+    """All that is to be measured on so many cards, whether or not they have the memory for it."""
+    found = []
+    for row in ONE_RANK:
+        shape = BASE.replace(latent_shape=_latents(row))
+        found += [shape, shape.replace(guidance_mode="batched")]
+    too_large = BASE.replace(latent_shape=_latents(TOO_LARGE))
+    found += [too_large.replace(forward_chunking=True), too_large.replace(memory_limit_gib=LIMIT_GIB)]
+    if cards > 1:
+        layout = Parallel(dp=cards, fsdp=True)
+        sharded = [
+            BASE.replace(latent_shape=_latents(row), parallel=layout, fsdp_same_sample=True)
+            for row in sorted(FSDP, key=lambda row: row["id"])
+        ]
+        found += [*sharded, sharded[-1].replace(memory_limit_gib=LIMIT_GIB)]
+    return found
+
+
+def configurations(cards: int, capacity: float) -> list[RunConfig]:
+    """What is measured on so many cards of so many bytes: batched guidance only where it should find room."""
+    return [config for config in candidates(cards) if config.sequential or memory.needed(config) < capacity]
+
+
+def expectation(config: RunConfig, capacity: float) -> memory.Fit:
+    """Whether a run should find room. On CUDA a limit is that of PyTorch's allocator: the context comes on top."""
+    if config.memory_limit_gib is not None:
+        context = memory.CONTEXT_GIB if machine.device_type(config) == "cuda" else 0.0
+        capacity = (config.memory_limit_gib + context) * GIB
+    return memory.fit(config, capacity)
+
+
+def published(config: RunConfig) -> Row | None:
+    """The published row of a run's shape. Sequential guidance, unchunked: only so do predictions meet those peaks."""
+    layout = config.parallel or Parallel()
+    if config.model != "svd" or not config.sequential or config.chunked:
+        return None
+    rows = FSDP if layout.shards > 1 else ONE_RANK if layout.world_size == 1 else []
+    return next((row for row in rows if _latents(row) == config.shape), None)
+
+
+def row(config: RunConfig, result: dict[str, Any], events: Sequence[Event], expected: memory.Fit | None = None) -> Row:
+    """A run that has ended, prediction and published figures beside it; None where there is nothing to tell.
+
+    context_gib: what a card has in use beyond the allocator's peak, the most of all ranks. Too low where the allocator
+    gave back segments, too high by what other processes use.
+    """
+    facts: list[dict[str, float]] = result["memory_per_rank"]
+    full: dict[str, Any] = (result.get("failure") or {}).get("oom") or {}
+    steps = [event["seconds"] for event in events if event["kind"] == "step" and event["sample"] >= 0]
+    contexts = [fact["device_used_gb"] - fact["reserved_gb"] for fact in facts if "device_used_gb" in fact]
+    predicted, measured = memory.predict(config).total / 1e9, result["max_peak_memory_gb"]
+    known = published(config) or {}
+    known_s, known_gib = known.get("first_sample_time_s"), known.get("requested_gib")
+    return {
+        "run_id": result["run_id"],
+        "shape": _shape(config),
+        "layout": str(config.parallel or Parallel()),
+        "guidance": ("sequential" if config.sequential else "batched") + ", chunked" * config.chunked,
+        "limit_gib": config.memory_limit_gib,
+        "expected": expected and ("ok" if expected.fits else "oom"),
+        "outcome": result["outcome"],
+        "cause": (result.get("failure") or {}).get("cause"),
+        "predicted_peak_gb": predicted,
+        "peak_gb": measured,
+        "ratio": measured and measured / predicted,
+        "reserved_gb": max((fact["reserved_gb"] for fact in facts if "reserved_gb" in fact), default=None),
+        "context_gib": max(contexts) * 1e9 / GIB if contexts else None,
+        "step_s": median(steps) if steps else None,
+        "published_outcome": known.get("outcome"),
+        "published_gpus": known.get("gpus"),
+        "published_peak_gb": known.get("peak_gb_per_gpu"),
+        "published_step_s": known_s and known_s / PUBLISHED_STEPS,
+        "request_gib": full["requested_gb"] * 1e9 / GIB if full.get("requested_gb") else None,
+        "expected_request_gib": expected and expected.request and expected.request / GIB,
+        "published_request_gib": known_gib if result["outcome"] == "oom" else None,
+    }
+
+
+def measure(sweep: launch.Sweep) -> list[Row]:
+    """A row, and a line, for each run as it ends. Whatever interrupts this stops the sweep."""
+    rows: list[Row] = []
+    began = time.monotonic()
+    try:
+        for job in sweep.jobs:
+            config = RunConfig.read(job.folder)
+            whole = machine.capacity(config.replace(memory_limit_gib=None), config.layout.world_size)
+            expected = expectation(config, whole)  # meanwhile the run is under way
+            rows.append(row(config, job.wait(), runfolder.read_events(job.folder), expected))
+            print(f"{len(rows)}/{len(sweep.runs)} {time.monotonic() - began:4.0f} s  {_line(rows[-1])}", flush=True)
+        sweep.wait()
+    except BaseException:
+        sweep.stop()
+        raise
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows to read; a column that has nothing to tell is left out."""
+    frame = pd.DataFrame(rows).drop(columns=["run_id", "cause"]).dropna(axis="columns", how="all")
+    return frame.to_string(index=False, na_rep="–", float_format="{:.4g}".format)
+
+
+def write(folder: Path, rows: Sequence[Row], left_out: Sequence[str], seconds: float, used: float | None) -> Path:
+    """CARD-DATE.json in `folder`; a later one of the same card and day replaces it."""
+    hardware = machine.hardware()
+    card = hardware["gpus"][0] if hardware["gpus"] else hardware["cpu"]
+    day = time.strftime("%Y-%m-%d")
+    facts = {
+        "card": card,
+        "cards": len(hardware["gpus"]),
+        "date": day,
+        "command": COMMAND,
+        "seconds": round(seconds, 1),
+        "versions": machine.versions(),
+        "hardware": hardware,
+        "assumed_context_gib": memory.CONTEXT_GIB,
+        "used_before_gib": used,
+        "left_out": list(left_out),
+        "rows": list(rows),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}-{day}.json"
+    runfolder.write_atomically(path, json.dumps(facts, indent=2) + "\n")
+    return path
+
+
+def used_gib() -> float | None:
+    """What is in use on the first card, by whomever; None where nvidia-smi does not say."""
+    if not torch.cuda.is_available():
+        return None
+    card = f"GPU-{str(torch.cuda.get_device_properties(0).uuid).removeprefix('GPU-')}"
+    command = ["nvidia-smi", "-i", card, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return float(said) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def check(
+    configs: Sequence[RunConfig], left_out: Sequence[str] = (), folder: Path = FOLDER, root: Path | None = None
+) -> int:
+    """Measure (a sweep under `root`), print, write; the exit code: 1 if a run ended neither well nor out of memory."""
+    began, used = time.monotonic(), used_gib()
+    sweep = launch.sweep(configs, root=root)
+    print(f"sweep {sweep.run_id}: {len(sweep.runs)} runs", flush=True)
+    rows = measure(sweep)
+    seconds = time.monotonic() - began
+    print(f"\n{table(rows)}\n")
+    for words in left_out:
+        print(f"left out: {words}")
+    before = "unknown" if used is None else f"{used:.2f} GiB"
+    print(f"context: {memory.CONTEXT_GIB} GiB assumed; in use on the first card before the runs: {before}")
+    print(f"{seconds:.0f} s; written to {write(folder, rows, left_out, seconds, used)}")
+    bad = [one for one in rows if one["outcome"] not in ("ok", "oom")]
+    for one in bad:
+        print(f"FAILED  {_line(one)}, {one['cause'] or 'no cause known'}; see {sweep.folder / one['run_id']}")
+    return 1 if bad else 0
+
+
+def _latents(published_row: Row) -> tuple[int, ...]:
+    return 1, 4, published_row["frames"], *published_row["latent_hw"]
+
+
+def _shape(config: RunConfig) -> str:
+    return " × ".join(map(str, config.shape[2:]))
+
+
+def _line(one: Row) -> str:
+    limit = f", limit {one['limit_gib']:g} GiB" if one["limit_gib"] else ""
+    peak = f", peak {one['peak_gb']:.3f} GB ({one['predicted_peak_gb']:.3f} predicted)" if one["peak_gb"] else ""
+    step = f", {one['step_s']:.3f} s a step" if one["step_s"] else ""
+    request = f", asked for {one['request_gib']:.2f} GiB" if one["request_gib"] else ""
+    surprise = "" if one["outcome"] == one["expected"] else f", {one['expected']} expected"
+    what = f"{one['shape']}, {one['layout']}, {one['guidance']}{limit}"
+    return f"{what}: {one['outcome']}{surprise}{peak}{request}{step}"
+
+
+def main() -> int:
+    cards = torch.cuda.device_count()
+    if not cards:
+        shapes = ", ".join(dict.fromkeys(map(_shape, candidates(1))))
+        print(
+            f"no CUDA device here, nothing was run. Where there is one: SVD's UNet with random weights at {shapes}, "
+            "its peak memory beside prediction and publication, written into figures/hardware/"
+        )
+        return 0
+    capacity = min(torch.cuda.get_device_properties(card).total_memory for card in range(cards))
+    configs = configurations(cards, capacity)
+    absent = [config for config in candidates(cards) if config not in configs]
+    why = (f"{memory.needed(config) / GIB:.1f} GiB needed, {capacity / GIB:.1f} GiB there" for config in absent)
+    left_out = [f"{_shape(config)}, batched: {words}" for config, words in zip(absent, why, strict=True)]
+    return check(configs, left_out=left_out)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

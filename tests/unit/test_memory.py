@@ -1,0 +1,164 @@
+"""Peak memory, predicted: against the published figures, and what has to hold for any model."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from vdpp_core import ConfigError, Parallel, RunConfig, memory, tables
+from vdpp_core.limits import GIB
+
+PUBLISHED = tables.published()["memory_cfg3_28steps_1sample"]
+CARD_GIB = 23.68
+
+
+def config_of(row):
+    sharded = row["mode"] == "fsdp"
+    return RunConfig(
+        model="svd",
+        random_weights=True,
+        device="cuda",
+        latent_shape=[1, 4, row["frames"], *row["latent_hw"]],
+        guidance_mode="sequential",
+        fsdp_same_sample=sharded,
+        parallel=Parallel(dp=row["gpus"], fsdp=True) if sharded else Parallel(pp=row["gpus"]),
+    )
+
+
+def medium(**more):
+    defaults = {"device": "cpu", "latent_shape": (1, 4, 4, 16, 16), "parallel": Parallel()}
+    return RunConfig(model="medium", random_weights=True, **defaults | more)
+
+
+@pytest.mark.parametrize("row", [row for row in PUBLISHED if row["outcome"] == "ok"], ids=lambda row: row["id"])
+def test_the_published_peaks(row):
+    assert memory.predict(config_of(row)).total / 1e9 == pytest.approx(row["peak_gb_per_gpu"], rel=0.01)
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row["id"])
+def test_the_published_outcomes(row):
+    found = memory.fit(config_of(row), CARD_GIB * GIB)
+    assert found.fits == (row["outcome"] == "ok")
+    if "requested_gib" in row:
+        assert found.request / GIB == pytest.approx(row["requested_gib"], abs=0.005)
+
+
+def test_the_documents_tensor_that_could_not_be_decoded():
+    """7.88 GiB for 14 frames at once; the peak is several of them."""
+    video = RunConfig(model="svd", random_weights=True, device="cuda", latent_shape=(1, 4, 14, 72, 128))
+    at_once = memory.predict_decoding(video.replace(decode_chunk_size=14))
+    by_four = memory.predict_decoding(video.replace(decode_chunk_size=4))
+    tensor = 256 * 14 * 576 * 1024 * 4
+    assert tensor / GIB == pytest.approx(7.88, abs=0.01)
+    assert at_once.total > 3 * tensor
+    assert by_four.total == pytest.approx(at_once.total * 4 / 14, rel=0.05)
+    assert memory.predict_decoding(medium()) is None
+
+
+def test_the_parts():
+    whole, sharded = memory.predict(medium()), memory.predict(medium(parallel=Parallel(dp=3, fsdp=True)))
+    assert whole.total == whole.parameters + whole.activations + whole.gathered + whole.latents
+    assert whole.parameters == pytest.approx(136.65e6 * 4, rel=1e-3)
+    assert whole.gathered == 0
+    assert sharded.parameters == pytest.approx(whole.parameters / 3, rel=0.01)
+    assert sharded.largest_unit.shard(1) < sharded.gathered < 4 * sharded.largest_unit.shard(1)
+    assert whole.layer.startswith("up_blocks.3")
+
+
+@pytest.mark.parametrize(("change", "least", "most"), [
+    # a little less than half: with a batch of one, diffusers' context for the temporal layers is a view
+    ({"guidance_mode": "sequential"}, 0.45, 0.5),
+    ({"guidance_scale": 1.0}, 0.45, 0.5),
+    ({"forward_chunking": True}, 0.3, 0.7),
+    ({"latent_shape": (1, 4, 8, 16, 16)}, 1.95, 2.05),
+    ({"latent_shape": (2, 4, 4, 16, 16)}, 1.95, 2.05),
+    ({"latent_shape": (1, 4, 4, 32, 16)}, 1.95, 2.05),
+    ({"dtype": "bf16"}, 0.49, 0.52),
+    ({"parallel": Parallel(pp=4)}, 1, 1),
+    ({"parallel": Parallel(dp=4)}, 1, 1),
+])  # fmt: skip
+def test_what_activations_depend_on(change, least, most):
+    ratio = memory.predict(medium(**change)).activations / memory.predict(medium()).activations
+    assert least <= ratio <= most
+
+
+def test_more_samples_need_more_conditioning_and_nothing_else():
+    one, many = memory.predict(medium(num_samples=1)), memory.predict(medium(num_samples=101))
+    assert many.latents - one.latents == 100 * 2 * 4 * 16 * 16 * 4
+    assert (many.parameters, many.activations) == (one.parameters, one.activations)
+
+
+def test_what_would_make_it_fit_does():
+    row = config_of(PUBLISHED[3]).replace(parallel=Parallel(), guidance_mode="batched")
+    found = memory.remedies(row, CARD_GIB * GIB)
+    assert found[0] == "--enable-memory-opt (both)"
+    assert memory.fit(row.replace(enable_memory_opt=True), CARD_GIB * GIB).fits
+    assert not memory.fit(row.replace(guidance_mode="sequential"), CARD_GIB * GIB).fits
+    frames = int(found[-1].split()[0])
+    assert memory.fit(row.replace(latent_shape=(1, 4, frames, 160, 288)), CARD_GIB * GIB).fits
+    assert not memory.fit(row.replace(latent_shape=(1, 4, frames + 2, 160, 288)), CARD_GIB * GIB).fits
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5, 8, 8), (2, 4, 14, 40, 72), (1, 4, 50, 9, 16)])
+@pytest.mark.parametrize("model", ["tiny", "dummy"])
+def test_the_bound_for_the_small_models(model, shape):
+    config = RunConfig(model=model, latent_shape=shape, parallel=Parallel(), num_samples=3)
+    assert memory.predict(config).total < memory._at_most(config)
+
+
+@pytest.mark.parametrize(("capacity", "allowed"), [
+    (0, "must be above 0"), (-1, "must be above 0"), (math.nan, "must be above 0"), (math.inf, "must be above 0"),
+    (0.4, "must be above what the parameters take on a rank, 0.509 GiB"),
+])  # fmt: skip
+def test_a_capacity_that_cannot_be(capacity, allowed):
+    with pytest.raises(ConfigError) as caught:
+        memory.report(medium(), capacity)
+    assert str(caught.value) == f"capacity_gib {capacity}: {allowed}"
+
+
+def test_what_is_said_before_a_start():
+    assert memory.before_start(RunConfig(parallel=Parallel(pp=2), device="cpu"), 2) == []
+    (alone,) = memory.before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
+    assert "saves nothing" in alone
+    (narrow,) = memory.before_start(medium(memory_limit_gib=0.52), 1)
+    assert narrow.startswith("will probably run out of memory: 0.58 GiB needed on a rank, 0.52 GiB there")
+    assert memory.before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []
+    with pytest.raises(ConfigError) as caught:
+        memory.before_start(medium(memory_limit_gib=0.5), 1)
+    assert str(caught.value) == "memory_limit_gib 0.5: must be above what the parameters take on a rank, 0.509 GiB"
+
+
+def test_a_limit_on_cuda_is_the_allocators():
+    """The context comes on top of it."""
+    row = config_of(PUBLISHED[1])
+    allocators = memory.needed(row) / GIB - memory.CONTEXT_GIB
+    assert memory.before_start(row.replace(memory_limit_gib=allocators + 0.02), 1) == []
+    (line,) = memory.before_start(row.replace(memory_limit_gib=allocators - 0.2), 1)
+    assert f"{allocators:.2f} GiB needed on a rank, {allocators - 0.2:.2f} GiB there" in line
+
+
+def command(*arguments):
+    line = [sys.executable, "-m", "vdpp_core", "memory", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command():
+    shape = ["--latent-shape", "1", "4", "25", "160", "288"]
+    published = ["--model", "svd", *shape, "--dtype", "fp16", "--guidance-mode", "sequential"]
+    done = command(*published, "--fsdp", "--world-size", "7", "--capacity-gib", "23.68")
+    assert done.returncode == 0, done.stderr
+    for words in ("dp 7 × fsdp", "20.465 GB a rank", "down_blocks.2.attentions.0, 0.201 GB", "fits in 23.68 GiB"):
+        assert words in done.stdout
+    facts = json.loads(command(*published, "--json").stdout)
+    assert {"parameters_gb", "activations_gb", "gathered_gb", "latents_gb", "peak_gb"} <= facts.keys()
+    assert facts["peak_gb"] == pytest.approx(23.03, abs=0.01)
+
+
+def test_the_command_with_a_model_that_is_not_there(tmp_path):
+    done = command("--model-id", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(f"error: --model-id {tmp_path}: must be a pipeline's folder")
