@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from vdpp_core.layout import Parallel
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
+    warnings.showwarning = lambda message, *_: cli.warn([str(message)])
     try:
         arguments.act(arguments)
     except ConfigError as error:
@@ -41,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
 
     sweeping = action("sweep", _sweep, "run numbers of ranks and layouts one after another; print the table")
     sweeping.add_argument("--ranks", required=True, metavar="N,N,…", help="numbers of ranks")
-    sweeping.add_argument("--layouts", default="pp,dp", metavar="pp,dp", help="step pipeline, data parallel or both")
+    sweeping.add_argument(
+        "--layouts", default="pp,dp", metavar="pp,dp,fsdp", help="which of step pipeline, data parallel, sharded"
+    )
     sweeping.add_argument("--repeats", type=int, default=1, metavar="N", help="times each, interleaved")
     cli.add_run_commands(sweeping)
 
@@ -64,8 +68,8 @@ def _start(arguments: argparse.Namespace) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
-    if arguments.dp is not None or arguments.pp is not None:
-        raise ConfigError("layouts", arguments.layouts, "in a sweep, in place of --dp and --pp")
+    if arguments.dp is not None or arguments.pp is not None or arguments.fsdp:
+        raise ConfigError("layouts", arguments.layouts, "in a sweep, in place of --dp, --pp and --fsdp")
     configs = _layouts(arguments, _whole_numbers("ranks", arguments.ranks))
     running = sweep(configs, arguments.repeats)
     print(f"sweep {running.run_id}: {len(running.runs)} runs", file=sys.stderr)
@@ -79,7 +83,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         table = running.wait()
     except KeyboardInterrupt:
         table = running.stop()
-    _print_table(table.drop(columns=["run_id", "dp", "pp"]), arguments.json)
+    _print_table(table.drop(columns=["run_id", "dp", "pp", "fsdp"]), arguments.json)
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:
@@ -91,11 +95,16 @@ def _whole_numbers(name: str, text: str) -> list[int]:
 
 def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunConfig]:
     axes = arguments.layouts.split(",")
-    if not set(axes) <= {"pp", "dp"}:
-        raise ConfigError("layouts", arguments.layouts, "must be pp, dp or pp,dp")
-    layouts = {Parallel(**{axis: number}) for number in ranks for axis in axes}
+    if not set(axes) <= {"pp", "dp", "fsdp"}:
+        raise ConfigError("layouts", arguments.layouts, "must be pp, dp, fsdp or several of them, separated by commas")
+    made = {
+        "pp": lambda n: Parallel(pp=n),
+        "dp": lambda n: Parallel(dp=n),
+        "fsdp": lambda n: Parallel(dp=n, fsdp=n > 1),
+    }
+    layouts = {made[axis](number) for number in ranks for axis in axes}
     base = cli.without_layout(arguments)
-    ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.dp))
+    ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.dp, layout.fsdp))
     return [base.replace(parallel=layout) for layout in ordered]
 
 

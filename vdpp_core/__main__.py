@@ -211,6 +211,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "samples per s, steady state": "needs two samples" if rate is None else f"{rate:.4f}",
         "utilisation per rank": ", ".join(f"{share:.0%}" for share in result["utilisation_per_rank"]),
         "peak memory per rank (GB)": ", ".join(f"{peak:.3f}" for peak in result["peak_memory_gb_per_rank"]),
+        "the same, predicted (GB)": f"{result['predicted']['max_peak_memory_gb']:.3f}",
     }
 
 

@@ -91,11 +91,14 @@ class Device:
         """What is known of an error inside `limited` if it is a lack of memory, else None."""
         if not is_out_of_memory(error):
             return None
-        request = _REQUEST.search(str(error))
+        request, free = _REQUEST.search(str(error)), self.free()
+        if self.limit_gib is not None and self.device.type == "cpu":  # what follows needs a little
+            most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         return OutOfMemoryError(
             {
                 "requested_gb": float(request[1]) * _UNITS[request[2]] / 1e9 if request else None,
-                "free_gb": self.free() / 1e9,
+                "free_gb": free / 1e9,
                 "limit_gib": self.limit_gib,
                 "layer": _layer(error.__traceback__, model) if model is not None else None,
                 "phase": phase,

@@ -41,8 +41,7 @@ def predict_decoding(config: RunConfig) -> Peak | None:
         return None
     if config.model_id is not None and Path(config.model_id).is_dir() and not (Path(config.model_id) / "vae").is_dir():
         return None
-    alike = _alike(config).replace(decode_chunk_size=config.decode_chunk_size)
-    return peak(trace.decoding(alike, machine.dtype(config)))
+    return peak(_decoding(config))
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,16 @@ class Fit:
 
 
 def fit(config: RunConfig, capacity: float) -> Fit:
-    """A rank on a device of so many bytes.
+    """A rank on a device of so many bytes: its steps, and where videos are made, their decoding.
 
     A GPU: the caching allocator's decisions one by one, fragmentation included, in what CONTEXT_GIB leaves of it.
     A CPU: the peak times CPU_ALLOWANCE.
     """
     if machine.device_type(config) == "cpu":
         return Fit(needed(config) <= capacity)
-    shards, offload, context = _shards(config), config.fsdp_cpu_offload, CONTEXT_GIB * GIB
     try:
-        play(_step(config), shards, offload, capacity - context)
+        for phase in _phases(config):
+            play(*phase, capacity - CONTEXT_GIB * GIB)
     except FullError as full:
         return Fit(False, full.request)
     return Fit(True)
@@ -72,8 +71,8 @@ def fit(config: RunConfig, capacity: float) -> Fit:
 def needed(config: RunConfig) -> int:
     """The smallest device in which `fit` finds room, in bytes."""
     if machine.device_type(config) == "cpu":
-        return int(predict(config).total * CPU_ALLOWANCE)
-    return room_needed(_step(config), _shards(config), config.fsdp_cpu_offload) + int(CONTEXT_GIB * GIB)
+        return int(max(peak(*phase).total for phase in _phases(config)) * CPU_ALLOWANCE)
+    return max(room_needed(*phase) for phase in _phases(config)) + int(CONTEXT_GIB * GIB)
 
 
 def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
@@ -122,6 +121,8 @@ def remedies(config: RunConfig, capacity: float) -> list[str]:
     if not found and modes:
         words, change = list(modes.items())[-1]
         found += _with_fsdp(config.replace(**change), capacity, f"{words} ")
+    if config.command == "generate" and fit(config.replace(decode_chunk_size=1), capacity).fits:
+        found.append("--decode-chunk-size 1")
     if frames := _frames_that_fit(config, capacity):
         found.append(f"{frames} frames instead of {config.shape[2]}")
     return found
@@ -155,6 +156,18 @@ def _shards(config: RunConfig) -> int:
     return config.parallel.shards if config.parallel else 1
 
 
+def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
+    """What a rank does one after the other: trace, shards, whether they are offloaded."""
+    phases = [(_step(config), _shards(config), config.fsdp_cpu_offload)]
+    if config.command == "generate":
+        phases.append((_decoding(config), 1, False))
+    return phases
+
+
+def _decoding(config: RunConfig) -> trace.Trace:
+    return trace.decoding(_alike(config).replace(decode_chunk_size=config.decode_chunk_size), machine.dtype(config))
+
+
 def _step(config: RunConfig) -> trace.Trace:
     return trace.step(_alike(config), machine.dtype(config))
 
@@ -178,7 +191,7 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     """
     found, layout = [], config.layout
     if layout.fsdp and layout.shards == 1:
-        found.append("fsdp with one rank a stage saves nothing: there is nobody to share the parameters with")
+        found.append("fsdp with one rank a stage saves nothing: it has nobody to share the parameters with")
     capacity, limited = machine.capacity(config, local_ranks), config.memory_limit_gib is not None
     if not limited and _at_most(config) < capacity:
         return found
@@ -188,7 +201,7 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     outside = int(CONTEXT_GIB * GIB) if limited and machine.device_type(config) == "cuda" else 0  # not in a limit
     if not fit(config, capacity + outside).fits:
         found.append(
-            f"will probably run out of memory: {(needed(config) - outside) / GIB:.2f} GiB needed on a rank, "
+            f"{layout}: will probably run out of memory, {(needed(config) - outside) / GIB:.2f} GiB needed on a rank, "
             f"{capacity / GIB:.2f} GiB there; `python -m vdpp_core memory` with the same flags says what would fit"
         )
     return found

@@ -28,6 +28,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "ranks": result["world_size"],
                 "dp": config.layout.dp,
                 "pp": config.layout.pp,
+                "fsdp": config.layout.fsdp,
                 "model": config.model_id or config.model,
                 "total_steps": config.total_steps,
                 "num_samples": config.num_samples,

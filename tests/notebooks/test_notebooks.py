@@ -22,7 +22,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "NUM_SAMPLES": 3,
         "REPEATS": 1,
     },
-    "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16], "TOTAL_STEPS": 1},
+    "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16]},
     "04_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
     "05_plots": {},
 }
@@ -142,7 +142,7 @@ def test_the_memory_notebook_predicts_the_published_rows_and_runs_out_where_it_s
     assert outcomes == ["oom", "oom", "ok", "ok", "ok", "ok"]
     for layout in ("1 rank, small device", "step pipeline, small device"):
         assert f"{layout}: rank" in shown
-    assert shown.count("out of memory while warming up, asked for") == 2
+    assert shown.count("out of memory while ") == 2
 
 
 def test_a_failing_notebook_is_named_with_its_cell_and_the_others_are_made(tmp_path: Path):

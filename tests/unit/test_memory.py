@@ -120,12 +120,25 @@ def test_a_capacity_that_cannot_be(capacity, allowed):
     assert str(caught.value) == f"capacity_gib {capacity}: {allowed}"
 
 
+def test_videos_have_to_be_decoded_too():
+    """The second phase of generate: more than the steps need, unless the chunks are small."""
+    video = RunConfig(command="generate", model="svd", device="cuda", latent_shape=(1, 4, 25, 72, 128))
+    steps = memory.predict(video)
+    card = 16 * GIB
+    assert steps.total < memory.predict_decoding(video.replace(decode_chunk_size=8)).total
+    assert memory.fit(video, card).fits
+    at_once = video.replace(decode_chunk_size=8)
+    assert memory.needed(at_once) > 18 * GIB
+    assert not memory.fit(at_once, card).fits
+    assert "--decode-chunk-size 1" in memory.remedies(at_once, card)
+
+
 def test_what_is_said_before_a_start():
     assert memory.before_start(RunConfig(parallel=Parallel(pp=2), device="cpu"), 2) == []
     (alone,) = memory.before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
     assert "saves nothing" in alone
     (narrow,) = memory.before_start(medium(memory_limit_gib=0.52), 1)
-    assert narrow.startswith("will probably run out of memory: 0.58 GiB needed on a rank, 0.52 GiB there")
+    assert narrow.startswith("1 rank: will probably run out of memory, 0.58 GiB needed on a rank, 0.52 GiB there")
     assert memory.before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []
     with pytest.raises(ConfigError) as caught:
         memory.before_start(medium(memory_limit_gib=0.5), 1)

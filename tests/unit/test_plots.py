@@ -29,7 +29,7 @@ def table() -> pd.DataFrame:
     rows = []
     for layout in (ONE, PP, DP):
         numbers = schedule.numbers(spans(layout), layout)
-        row = {"ranks": layout.world_size, "dp": layout.dp, "pp": layout.pp, "outcome": "ok"}
+        row = {"ranks": layout.world_size, "dp": layout.dp, "pp": layout.pp, "fsdp": layout.fsdp, "outcome": "ok"}
         for name in ("samples_per_s", "steady_state_samples_per_s"):
             row[name] = numbers[name]
         for name in ("latency_s", "interval_s"):
