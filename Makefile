@@ -8,8 +8,9 @@ READY := .venv/ready
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
 
-test: $(READY) ## unit, distributed and notebook tests
-	$(VENV)/python -m pytest
+test: $(READY) ## unit tests, two at a time, then distributed and notebook tests
+	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile tests/unit
+	$(VENV)/python -m pytest tests/distributed tests/notebooks
 
 lab: $(READY) ## open the workbook
 	$(VENV)/jupyter lab notebooks

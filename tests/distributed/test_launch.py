@@ -67,7 +67,7 @@ def test_start_returns_at_once_and_the_run_can_be_watched_to_its_end(tmp_path: P
     result = job.wait(60)
     assert result["outcome"] == job.status() == "ok"
     assert result == job.result()
-    assert result["parallel"] == {"dp": 1, "pp": 2}
+    assert result["parallel"] == {"dp": 1, "pp": 2, "fsdp": False}
     progress = job.progress()
     assert (progress["share"], progress["samples_finished"]) == (1.0, 3)
     assert [rank["phase"] for rank in progress["ranks"]] == ["done", "done"]
