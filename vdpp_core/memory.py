@@ -208,7 +208,11 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
 
 
 def _at_most(config: RunConfig) -> float:
-    """Bytes that the package's small models cannot exceed: 0.1 GB and 40 values of fp32 a channel and position."""
+    """Bytes that the package's small models cannot exceed, without a trace: 0.1 GB, for the steps 40 values of fp32 a
+    channel and position of the latents, for the decoding 160 kB a position that is decoded at once."""
     if config.model_id is not None or config.model not in ("dummy", "tiny"):
         return float("inf")
-    return 1e8 + 40 * 4 * WIDEST_OF_SMALL * math.prod(config.shape) / config.shape[1] * 2
+    batch, _, frames, rows, columns = config.shape
+    steps = 40 * 4 * WIDEST_OF_SMALL * 2 * batch * frames * rows * columns
+    at_once = min(config.decode_chunk_size, batch * frames) if config.command == "generate" else 0
+    return 1e8 + steps + 160e3 * at_once * rows * columns

@@ -116,6 +116,10 @@ def test_what_would_have_brought_the_documents_hardest_row_back():
 def test_the_bound_for_the_small_models(model, shape):
     config = RunConfig(model=model, latent_shape=shape, parallel=Parallel(), num_samples=3)
     assert memory.predict(config).total < memory._at_most(config)
+    if model == "tiny":
+        for chunk in (1, 4, 100):
+            video = RunConfig(command="generate", latent_shape=shape, parallel=Parallel(), decode_chunk_size=chunk)
+            assert memory.predict_decoding(video).total < memory._at_most(video)
 
 
 @pytest.mark.parametrize(("capacity", "allowed"), [
