@@ -63,13 +63,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start(arguments: argparse.Namespace) -> None:
+    if arguments.nproc < 1:
+        raise ConfigError("nproc", arguments.nproc, "must be at least 1")
     job = start(cli.run_config(arguments, arguments.nproc), arguments.nproc)
     print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id)
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
-    if arguments.dp is not None or arguments.pp is not None or arguments.fsdp:
-        raise ConfigError("layouts", arguments.layouts, "in a sweep, in place of --dp, --pp and --fsdp")
+    for axis in ("dp", "pp", "fsdp"):
+        if given := getattr(arguments, axis):
+            raise ConfigError(axis, given, f"not in a sweep, which takes --ranks and --layouts {axis}")
     configs = _layouts(arguments, _whole_numbers("ranks", arguments.ranks))
     running = sweep(configs, arguments.repeats)
     print(f"sweep {running.run_id}: {len(running.runs)} runs", file=sys.stderr)
@@ -98,9 +101,9 @@ def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunCon
     if not set(axes) <= {"pp", "dp", "fsdp"}:
         raise ConfigError("layouts", arguments.layouts, "must be pp, dp, fsdp or several of them, separated by commas")
     made = {
-        "pp": lambda n: Parallel(pp=n),
-        "dp": lambda n: Parallel(dp=n),
-        "fsdp": lambda n: Parallel(dp=n, fsdp=n > 1),
+        "pp": lambda ranks: Parallel(pp=ranks),
+        "dp": lambda ranks: Parallel(dp=ranks),
+        "fsdp": lambda ranks: Parallel(dp=ranks, fsdp=ranks > 1 or axes == ["fsdp"]),
     }
     layouts = {made[axis](number) for number in ranks for axis in axes}
     base = cli.without_layout(arguments)

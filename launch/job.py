@@ -37,7 +37,7 @@ class Job:
         return f"Job({self.run_id!r}, {self.status()})"
 
     def status(self) -> str:
-        """starting, loading, warming up, running; or the outcome: ok, failed, stopped."""
+        """starting, loading, warming up, running, decoding; or the outcome: ok, oom, failed, stopped."""
         return self.outcome() or results.progress(self.folder)["phase"]
 
     def outcome(self) -> str | None:

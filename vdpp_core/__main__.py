@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         if ranks.rank == 0:
             cli.fail(error.as_flag())
         raise SystemExit(2) from None
-    _no_loading_bars()
+    _quiet()
     try:
         for folder in folders:
             _execute(folder, ranks)
@@ -86,10 +86,12 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
 
 def _memory(arguments: argparse.Namespace) -> None:
     """Predict on any machine: for a GPU, unless --device says otherwise, and a model whose weights need not be here."""
-    arguments.device, arguments.command = arguments.device or "cuda", None
+    arguments.device, arguments.command, arguments.image = arguments.device or "cuda", None, None
     arguments.random_weights = None if arguments.model == "dummy" else True
     config = cli.run_config(arguments, _whole_number("world_size", arguments.world_size, 1))
-    facts = memory.report(config, arguments.capacity_gib)
+    _quiet()
+    capacity = arguments.capacity_gib
+    facts = memory.report(config, config.memory_limit_gib if capacity is None else capacity)
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return
@@ -103,21 +105,35 @@ def _memory(arguments: argparse.Namespace) -> None:
     if config.layout.shards > 1:
         print(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
     if facts["decoding_peak_gb"]:
-        print(f"  decoding, {config.decode_chunk_size} frames at a time: {facts['decoding_peak_gb']:.3f} GB")
+        print(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {facts['decoding_peak_gb']:.3f} GB")
     if "fits" in facts:
-        verdict = "fits in" if facts["fits"] else "does not fit in"
-        print(f"  {verdict} {facts['capacity_gib']:g} GiB: {facts['needed_gib']:.2f} GiB needed, allowances counted")
-    for remedy in facts.get("remedies", ()):
+        _print_verdict(facts, config.decode_chunk_size)
+
+
+def _print_verdict(facts: dict[str, Any], chunk: int) -> None:
+    verdict = "fits in" if facts["fits"] else "does not fit in"
+    print(
+        f"  {verdict} {facts['capacity_gib']:g} GiB: the steps need {facts['needed_gib']:.2f} GiB, allowances counted"
+    )
+    for remedy in facts["remedies"]:
         print(f"  would fit: {remedy}")
+    if not facts["fits"] and not facts["remedies"]:
+        print("  no single change would make it fit")
+    if facts["decoding_peak_gb"] and facts["decode_chunk_size_that_fits"] != chunk:
+        smaller = facts["decode_chunk_size_that_fits"]
+        print(
+            f"  decoding does not fit, {f'with --decode-chunk-size {smaller} it would' if smaller else 'in any chunks'}"
+        )
 
 
-def _no_loading_bars() -> None:
-    """diffusers and transformers draw bars for what they read; the run has its own."""
+def _quiet() -> None:
+    """diffusers and transformers draw bars for what they read, and miss torchvision, which they can do without."""
     import diffusers.utils.logging
     import transformers.utils.logging
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
 
 
 def _each_once(folders: list[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 MIB = 2**20
@@ -14,7 +15,7 @@ ROUND_LARGE = 2 * MIB
 
 
 class FullError(Exception):
-    """A request that cannot be met. `reserved` and `allocated` are what there was when it came, in bytes."""
+    """A segment that cannot be had, in bytes, and what was `reserved` and `allocated` when it was asked for."""
 
     def __init__(self, request: int, reserved: int, allocated: int) -> None:
         self.request, self.reserved, self.allocated = request, reserved, allocated
@@ -27,35 +28,36 @@ class Block:
 
     size: int
     order: int  # of its segment, in the order of coming
-    small: bool
+    pool: tuple[bool, int]  # small or not, stream
     free: bool = False
     before: Block | None = None
     after: Block | None = None
 
 
 class CachingAllocator:
-    """One stream, default settings. A segment once reserved is kept, until a request cannot be met otherwise."""
+    """With default settings. A segment once reserved is kept, until a request cannot be met otherwise; one stream's
+    memory is not used for another's."""
 
     def __init__(self, capacity: float = float("inf")) -> None:
         self.capacity = capacity
         self.reserved = self.allocated = self.peak_reserved = 0
         self.segments = 0
-        self.cached: dict[bool, list[Block]] = {True: [], False: []}
+        self.cached: defaultdict[tuple[bool, int], list[Block]] = defaultdict(list)
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int, stream: int = 0) -> Block:
         """The smallest free block that is large enough, split where what is left is worth keeping; else a new segment.
 
         Raises:
             FullError: even giving back every wholly free segment does not make enough room.
         """
         size = max(GRANULE, -(-size // GRANULE) * GRANULE)
-        small = size <= SMALL
-        fitting = [block for block in self.cached[small] if block.size >= size]
+        pool = size <= SMALL, stream
+        fitting = [block for block in self.cached[pool] if block.size >= size]
         if fitting:
             block = min(fitting, key=lambda block: (block.size, block.order))
-            self.cached[small].remove(block)
+            self.cached[pool].remove(block)
         else:
-            block = self._segment(size, small)
+            block = self._segment(size, pool)
         self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -67,7 +69,7 @@ class CachingAllocator:
         block.free = True
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
-                self.cached[block.small].remove(neighbour)
+                self.cached[block.pool].remove(neighbour)
                 block.size += neighbour.size
                 if neighbour is block.before:
                     block.before = neighbour.before
@@ -77,10 +79,10 @@ class CachingAllocator:
                     block.after = neighbour.after
                     if block.after is not None:
                         block.after.before = block
-        self.cached[block.small].append(block)
+        self.cached[block.pool].append(block)
 
-    def _segment(self, size: int, small: bool) -> Block:
-        if small:
+    def _segment(self, size: int, pool: tuple[bool, int]) -> Block:
+        if pool[0]:
             whole = SMALL_SEGMENT
         elif size < FROM_ITS_OWN_SIZE:
             whole = LARGE_SEGMENT
@@ -90,23 +92,23 @@ class CachingAllocator:
             before = self.reserved
             self._give_back()
             if self.reserved + whole > self.capacity:
-                raise FullError(size, before, self.allocated)
+                raise FullError(whole, before, self.allocated)
         self.reserved += whole
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self.segments += 1
-        return Block(whole, self.segments, small)
+        return Block(whole, self.segments, pool)
 
     def _split(self, block: Block, size: int) -> None:
         left = block.size - size
-        if left >= GRANULE if block.small else left > SMALL:
-            rest = Block(left, block.order, block.small, free=True, before=block, after=block.after)
+        if left >= GRANULE if block.pool[0] else left > SMALL:
+            rest = Block(left, block.order, block.pool, free=True, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
             block.after, block.size = rest, size
-            self.cached[block.small].append(rest)
+            self.cached[block.pool].append(rest)
 
     def _give_back(self) -> None:
-        for small, blocks in self.cached.items():
+        for pool, blocks in self.cached.items():
             whole = [block for block in blocks if block.before is None and block.after is None]
             self.reserved -= sum(block.size for block in whole)
-            self.cached[small] = [block for block in blocks if block not in whole]
+            self.cached[pool] = [block for block in blocks if block not in whole]

@@ -196,7 +196,9 @@ class RunConfig(Frozen):
             raise ConfigError("world_size", ranks, "must be at least 1")
         parallel = self.parallel or Parallel(pp=ranks)
         if parallel.world_size != ranks:
-            raise ConfigError("pp", parallel.pp, f"dp × pp = {parallel.dp} × {parallel.pp} must be the ranks, {ranks}")
+            axis = "dp" if parallel.pp == 1 else "pp"
+            allowed = f"dp × pp = {parallel.dp} × {parallel.pp} must be the ranks, {ranks}"
+            raise ConfigError(axis, getattr(parallel, axis), allowed)
         return self.replace(parallel=parallel)
 
     def replace(self, **changes: Any) -> RunConfig:

@@ -65,6 +65,7 @@ class Device:
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.device)
             return None
+        torch.ones(2**20).add_(1)  # OpenMP makes its threads now: it ends a process that has no room for their stacks
         before = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (_private_memory() + int(limit), before[1]))
         return before

@@ -176,15 +176,21 @@ def check_model(config: RunConfig) -> None:
             raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
         if found != kind:
             raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
-    if on_disk and config.model_id is not None and not config.random_weights:
-        _check_weights(config)
+    if on_disk and config.model_id is not None:
+        _check_unet(config)
 
 
-def _check_weights(config: RunConfig) -> None:
+def _check_unet(config: RunConfig) -> None:
     from vdpp_core.unets import on_meta, weights  # seconds that the models of the package do not need
     from vdpp_core.unets.svd import weights_folder
 
-    weights.check(weights_folder(config, dtype(config)), dtype(config), on_meta(config, dtype(config)))
+    try:
+        structure = on_meta(config, dtype(config))
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
+        words = " ".join(str(error).split())[:120]
+        raise ConfigError("model_id", config.source, f"must describe a UNet in unet/config.json ({words})") from None
+    if not config.random_weights:
+        weights.check(weights_folder(config, dtype(config)), dtype(config), structure)
 
 
 def _settings_needed(config: RunConfig) -> dict[str, str | None]:

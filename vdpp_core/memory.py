@@ -21,8 +21,8 @@ from vdpp_core.replay import Peak, peak, play, room_needed
 # same request of 2.75 GiB. `make gpu-check` measures it on other cards.
 CONTEXT_GIB = 0.71
 # On a CPU: oneDNN's copies of what it computes on, in layouts that it prefers. tests/benchmarks/memory.py measured
-# 3 to 7 % above the prediction.
-CPU_ALLOWANCE = 1.1
+# 3 to 7 % above the prediction, of it 20 MB that libraries take once.
+CPU_ALLOWANCE, CPU_CONSTANT = 1.1, 30e6
 MOST_RANKS = 8
 WIDEST_OF_SMALL = 96  # channels of tiny
 
@@ -56,7 +56,7 @@ def fit(config: RunConfig, capacity: float) -> Fit:
     """A rank on a device of so many bytes: its steps, and where videos are made, their decoding.
 
     A GPU: the caching allocator's decisions one by one, fragmentation included, in what CONTEXT_GIB leaves of it.
-    A CPU: the peak times CPU_ALLOWANCE.
+    A CPU: the peak times CPU_ALLOWANCE, and CPU_CONSTANT.
     """
     if machine.device_type(config) == "cpu":
         return Fit(needed(config) <= capacity)
@@ -71,7 +71,7 @@ def fit(config: RunConfig, capacity: float) -> Fit:
 def needed(config: RunConfig) -> int:
     """The smallest device in which `fit` finds room, in bytes."""
     if machine.device_type(config) == "cpu":
-        return int(max(peak(*phase).total for phase in _phases(config)) * CPU_ALLOWANCE)
+        return int(max(peak(*phase).total for phase in _phases(config)) * CPU_ALLOWANCE + CPU_CONSTANT)
     return max(room_needed(*phase) for phase in _phases(config)) + int(CONTEXT_GIB * GIB)
 
 
@@ -81,6 +81,8 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     Raises:
         ConfigError: the capacity is not positive, or less than the parameters take.
     """
+    if capacity_gib is not None and not 0 < capacity_gib < math.inf:
+        raise ConfigError("capacity_gib", capacity_gib, "must be above 0")
     machine.check_model(config)
     expected, decoding = predict(config), predict_decoding(config)
     facts: dict[str, Any] = {
@@ -92,19 +94,33 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     }
     if capacity_gib is None:
         return facts
-    if not 0 < capacity_gib < math.inf:
-        raise ConfigError("capacity_gib", capacity_gib, "must be above 0")
     if expected.parameters > capacity_gib * GIB:
         allowed = f"must be above what the parameters take on a rank, {expected.parameters / GIB:.3f} GiB"
         raise ConfigError("capacity_gib", capacity_gib, allowed)
-    found = fit(config, capacity_gib * GIB)
+    capacity = capacity_gib * GIB
+    found = fit(config, capacity)
     return facts | {
         "capacity_gib": capacity_gib,
         "needed_gib": needed(config) / GIB,
         "fits": found.fits,
         "failing_request_gib": found.request and found.request / GIB,
-        "remedies": [] if found.fits else remedies(config, capacity_gib * GIB),
+        "remedies": [] if found.fits else remedies(config, capacity),
+        "decode_chunk_size_that_fits": decoding and _chunk_that_fits(config, capacity),
     }
+
+
+def _chunk_that_fits(config: RunConfig, capacity: float) -> int | None:
+    """The largest decode_chunk_size, halved as often as need be, with which the decoding fits; None if none does."""
+    size, allowed = config.decode_chunk_size, _allowed_for_decoding(config, capacity)
+    while size >= 1 and peak(_decoding(config.replace(decode_chunk_size=size))).total > allowed:
+        size //= 2
+    return size or None
+
+
+def _allowed_for_decoding(config: RunConfig, capacity: float) -> float:
+    if machine.device_type(config) == "cpu":
+        return (capacity - CPU_CONSTANT) / CPU_ALLOWANCE
+    return capacity - CONTEXT_GIB * GIB
 
 
 def remedies(config: RunConfig, capacity: float) -> list[str]:
@@ -176,7 +192,8 @@ def _alike(config: RunConfig) -> RunConfig:
     """The same for all runs that allocate the same on a rank."""
     fields = ("model", "model_id", "guidance_scale", "min_guidance_scale")
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
-    samples = math.ceil(config.num_samples / (config.parallel.dp if config.parallel else 1))
+    replicas = config.parallel.dp if config.parallel and not config.fsdp_same_sample else 1
+    samples = math.ceil(config.num_samples / replicas)
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
         parallel=Parallel(), random_weights=True, latent_shape=config.shape, num_samples=samples, **mode, **kept
@@ -202,7 +219,7 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     if not fit(config, capacity + outside).fits:
         found.append(
             f"{layout}: will probably run out of memory, {(needed(config) - outside) / GIB:.2f} GiB needed on a rank, "
-            f"{capacity / GIB:.2f} GiB there; `python -m vdpp_core memory` with the same flags says what would fit"
+            f"{capacity / GIB:.2f} GiB there; `python -m vdpp_core memory` with the same flags tells the parts"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from vdpp_core.trace import Event, Trace, Unit
 PARTS = ("parameters", "activations", "gathered", "latents")
 STEPS = 3  # fragmentation has settled then
 RESOLUTION = 16 * MIB
+_APART = 10**9  # more than there are keys
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def peak(trace: Trace, shards: int = 1, offload: bool = False) -> Peak:
     alive: dict[int, Event] = {}
     now: Counter[str] = Counter()
     best, most, layer = Counter[str](), -1, ""
-    for event in gathering(trace, shards):
+    for event in gathering(trace, shards, offload):
         if event.what == "alloc":
             alive[event.key] = event
             now[event.part] += event.size
@@ -71,14 +73,14 @@ def play(trace: Trace, shards: int, offload: bool, capacity: float) -> CachingAl
     left: list[Block] = []
     for step in range(STEPS):
         alive: dict[int, Block] = {}
-        for event in gathering(trace, shards, again=step > 0):
+        for event in gathering(trace, shards, offload, again=step > 0):
             if event.what == "alloc":
-                alive[event.key] = allocator.allocate(event.size)
+                alive[event.key] = allocator.allocate(event.size, event.stream)
             elif event.what == "free":
                 allocator.free(alive.pop(event.key))
         for block in left:
             allocator.free(block)
-        left = list(alive.values()) if step > 0 else []  # the conditioning, which came with the first, stays
+        left = list(alive.values()) if step > 0 else []  # conditioning and root, which came with the first, stay
     return allocator
 
 
@@ -95,25 +97,33 @@ def room_needed(trace: Trace, shards: int, offload: bool) -> int:
     return most
 
 
-def gathering(trace: Trace, shards: int, again: bool = False) -> Iterator[Event]:
-    """The events, and where parameters are sharded those of FSDP2: the next unit's are asked for beforehand, a unit's
-    are copied out of the buffer they came in, and that buffer is freed when the next unit's have been copied.
+def gathering(trace: Trace, shards: int, offload: bool = False, again: bool = False) -> Iterator[Event]:
+    """The events, and where parameters are sharded those of FSDP2: the next unit's are asked for beforehand; a unit's
+    are copied out of the buffer they came in, each into a tensor; the buffer is freed when the next unit's have been
+    copied. The root's stay. Buffers belong to the stream that gathers.
 
     See torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: unshard, wait_for_unshard, reshard.
+
+    Args:
+        again: a later step, without the prelude; the root is gathered already.
     """
     events = trace.events[trace.prelude if again else 0 :]
     if shards == 1:
         yield from events
         return
-    keys = iter(range(-1, -(10**9), -1))  # those of the trace are positive
+    keys = itertools.count(-1, -1)  # those of the trace are positive
     arriving: dict[int, int] = {}
-    whole: dict[int, int] = {}
+    whole: dict[int, list[Event]] = {0: []} if again else {}
     copied_from: int | None = None
 
     def ask(unit: int) -> Iterator[Event]:
         if unit < len(trace.units) and unit not in arriving and unit not in whole:
-            arriving[unit] = next(keys)
-            yield Event("alloc", arriving[unit], shards * trace.units[unit].shard(shards), "gathered")
+            own, arriving[unit] = trace.units[unit].shard(shards), next(keys)
+            if offload:  # on its way from the host
+                yield Event("alloc", arriving[unit] * _APART, own, "gathered", stream=1)
+            yield Event("alloc", arriving[unit], shards * own, "gathered", stream=1)
+            if offload:
+                yield Event("free", arriving[unit] * _APART)
 
     for event in events:
         if event.what == "enter":
@@ -122,12 +132,16 @@ def gathering(trace: Trace, shards: int, again: bool = False) -> Iterator[Event]
             if unit in arriving:
                 if copied_from is not None:
                     yield Event("free", copied_from)
-                whole[unit], copied_from = next(keys), arriving.pop(unit)
-                size = shards * trace.units[unit].shard(shards)
-                yield Event("alloc", whole[unit], size, "gathered", trace.units[unit].name)
+                copied_from, name = arriving.pop(unit), trace.units[unit].name
+                sizes = (shards * -(-rows // shards) * size for rows, size in trace.units[unit].rows)
+                whole[unit] = [Event("alloc", next(keys), size, "gathered", name) for size in sizes]
+                yield from whole[unit]
             yield from ask(unit + 1)
         elif event.what == "leave":
-            if event.key != 0:  # the root's stay
-                yield Event("free", whole.pop(event.key))
+            if event.key != 0:
+                yield from (Event("free", part.key) for part in whole.pop(event.key))
+            elif copied_from is not None:
+                yield Event("free", copied_from)
+                copied_from = None
         else:
             yield event

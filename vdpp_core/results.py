@@ -245,9 +245,12 @@ def all_ended(folder: Path) -> bool:
 
 
 def stalled_rank(folder: Path) -> int:
-    """Of a run that has fallen silent, the rank in the middle of a stage, for which the others wait."""
-    config = RunConfig.read(folder)
-    last = {event["rank"]: event for event in runfolder.read_events(folder)}
+    """Of a run that has fallen silent, a rank that is stopped, or one in the middle of a stage: others wait for it."""
+    config, events = RunConfig.read(folder), runfolder.read_events(folder)
+    for event in events:
+        if event["kind"] == "start" and runfolder.stands_still(event):
+            return event["rank"]
+    last = {event["rank"]: event for event in events}
     for rank, event in sorted(last.items()):
         steps = config.stages()[config.layout.coordinates(rank)[1]]
         in_a_stage = event["kind"] in ("step", "pad") and event["step"] != steps[-1]

@@ -167,6 +167,11 @@ def has_vanished(start: Event) -> bool:
     return start["host"] == socket.gethostname() and not is_rank(start)
 
 
+def stands_still(start: Event) -> bool:
+    """Whether the process of a rank's start event is known to be stopped, as by SIGSTOP."""
+    return is_rank(start) and psutil.Process(start["pid"]).status() == psutil.STATUS_STOPPED
+
+
 def _is_process(pid: int, created: float) -> bool:
     """Whether a process is there, is no zombie, and no later one with the same number."""
     try:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from vdpp_core.config import RunConfig
 
 META = torch.device("meta")
+MOST_CHUNKS = 256  # what is decoded then no longer grows the peak by much
 
 
 class Event(NamedTuple):
@@ -30,6 +31,7 @@ class Event(NamedTuple):
     size: int = 0
     part: str = "latents"
     layer: str = ""
+    stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
 
 @functools.lru_cache(maxsize=64)
 def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
-    """The decoding of one sample, chunk by chunk, as the official pipeline does it."""
+    """The decoding of one sample, chunk by chunk, as in the official pipeline; of a very long one the beginning."""
     from diffusers import StableVideoDiffusionPipeline
 
     from vdpp_core.unets.svd import vae_on_meta
@@ -171,6 +173,7 @@ def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
     vae, decode = pipeline.vae, StableVideoDiffusionPipeline.decode_latents
     recorder = _Recorder(list(vae.parameters()))
     batch, channels, frames, rows, columns = config.shape
+    frames = min(frames, MOST_CHUNKS * config.decode_chunk_size)
     with torch.no_grad(), _FusedAttention(), recorder:
         latents = torch.empty(batch, frames, channels, rows, columns, device=META, dtype=vae.dtype)
         with recorder.watching(vae, []):

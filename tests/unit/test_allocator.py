@@ -59,6 +59,13 @@ def test_pieces_that_lie_apart_do_not_make_room():
     assert (full.value.request, full.value.reserved, full.value.allocated) == (30 * MIB, 60 * MIB, 20 * MIB)
 
 
+def test_streams_do_not_share():
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB))
+    allocator.allocate(30 * MIB, stream=1)
+    assert allocator.reserved == 60 * MIB
+
+
 def test_segments_that_are_wholly_free_are_given_back_before_it_is_too_late():
     allocator = CachingAllocator(50 * MIB)
     allocator.free(allocator.allocate(30 * MIB))

@@ -88,7 +88,7 @@ def test_weights():
         ("benchmark --total-steps 0", 1, "--total-steps 0: must be greater than or equal to 1"),
         ("benchmark --total-steps many", 1, "--total-steps many: must be a valid integer"),
         ("benchmark --total-steps 3", 4, "--pp 4: must be at most total_steps, 3"),
-        ("benchmark --dp 3", 4, "--pp 1: dp × pp = 3 × 1 must be the ranks, 4"),
+        ("benchmark --dp 3", 4, "--dp 3: dp × pp = 3 × 1 must be the ranks, 4"),
         ("benchmark --pp 3", 4, "--pp 3: dp × pp = 1 × 3 must be the ranks, 4"),
         ("benchmark --dp 0", 1, "--dp 0: must be greater than or equal to 1"),
         ("benchmark --dp two", 1, "--dp two: must be a valid integer"),

@@ -68,6 +68,24 @@ except RuntimeError:
     assert facts["words"].endswith("of the limit of 0.28 GiB, in 1.1")
 
 
+def test_threads_that_are_made_later_do_not_end_the_process():
+    """OpenMP calls exit where it has no room for their stacks, 8 MiB each; nobody would learn why."""
+    facts = run(
+        """
+torch.set_num_threads(16)
+try:
+    with device.limited():
+        for _ in range(10):
+            torch.ones(2**20).exp_()
+        torch.ones(hundred)
+except RuntimeError as error:
+    print(json.dumps(device.explain(error, None, "running").facts))
+""",
+        limit=0.05,
+    )
+    assert facts["requested_gb"] == pytest.approx(100 * 2**20 / 1e9)
+
+
 def test_python_s_own_lack_of_memory_counts():
     facts = run("""
 try:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, memory, tables
+from vdpp_core import ConfigError, Parallel, RunConfig, memory, replay, tables
 from vdpp_core.__main__ import main
 from vdpp_core.limits import GIB
 
@@ -93,6 +93,29 @@ def test_more_samples_need_more_conditioning_and_nothing_else():
     assert (many.parameters, many.activations) == (one.parameters, one.activations)
 
 
+def test_a_chunk_that_can_be_decoded():
+    config = RunConfig(device="cuda", latent_shape=(1, 4, 25, 32, 32), decode_chunk_size=25, parallel=Parallel())
+    facts = memory.report(config, 1.4)
+    assert facts["fits"]
+    assert facts["decode_chunk_size_that_fits"] == 6
+    assert memory.report(config, 30)["decode_chunk_size_that_fits"] == 25
+    assert memory.report(medium(), 30)["decode_chunk_size_that_fits"] is None
+
+
+def test_all_ranks_in_step_hold_one_sample_s_company():
+    """The rank whose samples count holds the conditioning of all of them."""
+    sharded = medium(parallel=Parallel(dp=4, fsdp=True), num_samples=8)
+    apart, together = (memory.predict(sharded.replace(fsdp_same_sample=same)) for same in (False, True))
+    assert together.latents - apart.latents == 6 * 2 * 4 * 16 * 16 * 4
+
+
+def test_sharded_steps_leave_nothing_behind():
+    trace = memory._step(medium(device="cuda"))
+    end = replay.play(trace, 3, offload=False, capacity=math.inf)
+    kept = trace.parameters.shard(3) + trace.units[0].shard(1)
+    assert kept < end.allocated < 1.02 * kept
+
+
 def test_what_would_make_it_fit_does():
     config = RunConfig(device="cuda", latent_shape=(1, 4, 24, 32, 32), parallel=Parallel())
     both = config.replace(enable_memory_opt=True)
@@ -148,7 +171,7 @@ def test_what_is_said_before_a_start():
     (alone,) = memory.before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
     assert "saves nothing" in alone
     (narrow,) = memory.before_start(medium(memory_limit_gib=0.52), 1)
-    assert narrow.startswith("1 rank: will probably run out of memory, 0.58 GiB needed on a rank, 0.52 GiB there")
+    assert narrow.startswith("1 rank: will probably run out of memory, 0.61 GiB needed on a rank, 0.52 GiB there")
     assert memory.before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []
     with pytest.raises(ConfigError) as caught:
         memory.before_start(medium(memory_limit_gib=0.5), 1)

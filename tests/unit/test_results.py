@@ -341,6 +341,37 @@ def test_position(events, expected):
     assert results.position(own, range(2, 4)) == expected
 
 
+def test_of_ranks_in_lockstep_the_stopped_one_is_to_blame(folder, write_events):
+    """All of them are in the middle of a step; which one does not move only its process tells."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    try:
+        write_events(folder, 0, *start(0), *RANK_0[:2])
+        write_events(folder, 1, *start(1, process_facts(process)), *RANK_1[:2])
+        assert results.stalled_rank(folder) == 0
+        process.suspend()
+        while process.status() != psutil.STATUS_STOPPED:
+            pass
+        assert results.stalled_rank(folder) == 1
+    finally:
+        process.resume()
+        child.communicate(b"\n")
+
+
+def test_out_of_memory_is_an_outcome_of_its_own(folder, write_events, gone):
+    facts = {"requested_gb": 2.95, "free_gb": 2.9, "limit_gib": None, "layer": "up_blocks.3", "phase": "running"}
+    full = (104.2, "error", {"error": "out of memory while running, …", "oom": facts})
+    write_events(folder, 0, *start(0, gone), *RANK_0[:6])
+    write_events(folder, 1, *start(1, gone), *RANK_1[:2], full)
+    result = results.settle(folder)
+    assert result["outcome"] == "oom"
+    failure = result["failure"]
+    assert (failure["rank"], failure["cause"], failure["oom"]) == (1, full[2]["error"], facts)
+    assert (failure["sample"], failure["step"]) == results.position(
+        [event for event in runfolder.read_events(folder) if event["rank"] == 1], range(2, 4)
+    )
+
+
 def test_a_run_that_makes_videos(folder, write_events):
     """After its last step a rank is at the sample that it decodes, and is who the others wait for."""
     decoding = [(110.0, "decode", {"sample": 2}), (110.5, "chunk", {"sample": 2})]

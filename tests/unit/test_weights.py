@@ -101,3 +101,11 @@ def test_a_configuration_that_does_not_fit(change, broken):
     settings = folder / "unet" / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | change))
     assert "must fit its config.json" in refusal(folder)
+
+
+@pytest.mark.parametrize("change", [{"block_out_channels": "x"}, {"down_block_types": ["Foo", "Foo"]}])
+def test_a_configuration_that_describes_no_unet(change, broken):
+    folder, _ = broken
+    settings = folder / "unet" / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | change))
+    assert "must describe a UNet in unet/config.json" in refusal(folder)
