@@ -120,6 +120,7 @@ class _Rank:
                 raise
 
     def _work(self) -> None:
+        self.meter.set_baseline()
         if self.busy:
             self._load()
             self.meter.reset()

@@ -20,8 +20,8 @@ from vdpp_core.replay import Peak, peak, play, room_needed
 # 23.68 GiB 2.75 were free, so 20.93 were in use, where the allocator modelled here holds 20.23 when it comes to that
 # same request of 2.75 GiB. `make gpu-check` measures it on other cards.
 CONTEXT_GIB = 0.71
-# On a CPU: oneDNN's copies of what it computes on, in layouts that it prefers. tests/benchmarks/memory.py measured
-# 3 to 7 % above the prediction, of it 20 MB that libraries take once.
+# On a CPU: oneDNN's copies of what it computes on, in layouts that it prefers, and what libraries take when they are
+# first used. tests/benchmarks/memory.py measured 3 to 5 % above the prediction on one rank, 2 to 11 % with FSDP.
 CPU_ALLOWANCE, CPU_CONSTANT = 1.1, 30e6
 MOST_RANKS = 8
 WIDEST_OF_SMALL = 96  # channels of tiny
