@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from vdpp_core import machine
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
+from vdpp_core.limits import is_out_of_memory
 
 # Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
 _PATIENCE = timedelta(days=7)
@@ -97,10 +98,12 @@ class World:
 
 @contextmanager
 def communication(peer: int | str = "unknown") -> Iterator[None]:
-    """Failures in here are those of a lost rank: `peer`, where it is known which."""
+    """Failures in here are those of a lost rank, `peer` where it is known; but a lack of memory is this rank's own."""
     try:
         yield
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise LostRankError(peer, str(error).splitlines()[0]) from error
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vdpp_core.limits import Device, OutOfMemoryError, can_limit, is_out_of_memory
+from vdpp_core.mesh import LostRankError, communication
 
 pytestmark = pytest.mark.skipif(not can_limit("cpu"), reason="a process's memory can be limited under Linux only")
 BEGIN = """
@@ -112,6 +113,13 @@ def test_words_for_a_lack_of_memory(words):
 
 def test_other_errors_are_others():
     assert Device(torch.device("cpu"), None).explain(RuntimeError("Connection closed by peer"), None, "running") is None
+
+
+def test_a_lack_of_memory_is_no_lost_rank():
+    with pytest.raises(torch.OutOfMemoryError), communication(1):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.75 GiB.")
+    with pytest.raises(LostRankError, match="lost rank 1"), communication(1):
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_the_request_of_cuda_is_read():
