@@ -263,7 +263,7 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     """The rank that failed first, where it was and why; None where every rank was ended from outside.
 
     In this order: the earliest error that is not the loss of another rank; a rank that is gone without a last word;
-    a rank without a last word that another one lost; the earliest loss.
+    a rank without a last word that another one lost, or the only such where the lost one is not known; the first loss.
     """
     config = RunConfig.read(folder)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in range(config.layout.world_size)}
@@ -275,7 +275,8 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     silent = sorted(by_rank.keys() - {event["rank"] for event in ends})
     gone = [rank for rank in silent if rank in exits]
     gone += [rank for rank in silent if by_rank[rank] and runfolder.has_vanished(by_rank[rank][0])]
-    gone += [event["lost_rank"] for event in errors if event.get("lost_rank") in silent]
+    lost = {event.get("lost_rank") for event in errors}
+    gone += [rank for rank in silent if rank in lost or (lost == {"unknown"} and len(silent) == 1)]
     terminated = {event["rank"] for event in ends if event["kind"] == "terminated"}
     more: dict[str, Any] = {}
     told = [event["lost_rank"] for event in errors if event.get("lost_rank") in terminated]

@@ -341,6 +341,14 @@ def test_position(events, expected):
     assert results.position(own, range(2, 4)) == expected
 
 
+def test_who_was_lost_is_not_known_but_one_is_silent(folder, write_events):
+    """Ranks that gather together lose the group; one that was killed may not be gone yet when its neighbour looks."""
+    write_events(folder, 0, *start(0, HERE), *RANK_0[:2])
+    lost = {"error": "LostRankError: lost rank unknown: connection closed", "lost_rank": "unknown"}
+    write_events(folder, 1, *start(1), *RANK_1[:2], (104.2, "error", lost))
+    assert results.first_cause(folder, {})["rank"] == 0
+
+
 def test_of_ranks_in_lockstep_the_stopped_one_is_to_blame(folder, write_events):
     """All of them are in the middle of a step; which one does not move only its process tells."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
