@@ -40,7 +40,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "latency_s": median(result["latency_s"]) if result.get("latency_s") else None,
                 "interval_s": fmean(result["interval_s"]) if result.get("interval_s") else None,
                 "bubble": result.get("bubble"),
-                "limit_gib": config.memory_limit_gib,
+                "limit_gib": float("nan") if config.memory_limit_gib is None else config.memory_limit_gib,
                 "max_peak_memory_gb": result["max_peak_memory_gb"],
                 "predicted_peak_memory_gb": (result["predicted"] or {}).get("max_peak_memory_gb"),
                 "predicted_makespan_s": (result["predicted"] or {}).get("makespan_s"),

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 import launch
 from launch.__main__ import main
@@ -193,20 +194,22 @@ time.sleep(600)
 
 @pytest.fixture
 def broken(tmp_path: Path) -> RunConfig:
-    """A run whose ranks cannot load their weights, which no check before the start can see."""
+    """A run whose model computes no numbers, which no check before the start can see."""
     model = tmp_path / "model"
     shutil.copytree(str(RunConfig().source), model)
-    (model / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"not weights")
-    return RunConfig(model_id=str(model), latent_shape=(1, 4, 2, 8, 8), device="cpu", parallel=Parallel(pp=2))
+    path = model / "unet" / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor * float("nan") for name, tensor in load_file(path).items()}, path)
+    more = {"latent_shape": (1, 4, 2, 8, 8), "total_steps": 2, "save_latents": True}
+    return RunConfig(model_id=str(model), device="cpu", parallel=Parallel(pp=2), **more)
 
 
 def test_the_tail_shows_what_a_rank_wrote(tmp_path: Path, broken: RunConfig):
-    """A rank that cannot load its weights says so; the result names it."""
+    """A rank whose latents are no numbers says so; the result names it."""
     job = launch.start(broken.replace(output_dir=tmp_path / "run"))
     result = job.wait(90)
     assert result["outcome"] == "failed"
-    assert result["failure"]["rank"] in (0, 1)
-    assert "safetensors" in result["failure"]["cause"].lower() or "header" in result["failure"]["cause"].lower()
+    assert result["failure"]["rank"] == 1
+    assert "sample 0: latents are not finite" in result["failure"]["cause"]
     assert "Traceback" in job.tail(result["failure"]["rank"], lines=200)
 
 
