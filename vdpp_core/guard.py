@@ -36,12 +36,13 @@ class Guard(threading.Thread):
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stopped = True
         self.join(2 * PERIOD_S)  # it waits for ever where this thread has had the last word
         signal.set_wakeup_fd(self.earlier_wakeup)
-        for number, handler in self.earlier.items():
-            signal.signal(number, handler)
+        if kind is None:  # otherwise the launcher's SIGTERM would cut off the account of what went wrong
+            for number, handler in self.earlier.items():
+                signal.signal(number, handler)
         os.close(self.signals)
         os.close(self.wakeup)
 
