@@ -14,7 +14,7 @@ from vdpp_core import cli, machine, memory, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
-from vdpp_core.limits import OutOfMemoryError
+from vdpp_core.limits import GIB, OutOfMemoryError
 from vdpp_core.measure import keep_freed_memory
 from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree
@@ -90,8 +90,10 @@ def _memory(arguments: argparse.Namespace) -> None:
     arguments.random_weights = None if arguments.model == "dummy" else True
     config = cli.run_config(arguments, _whole_number("world_size", arguments.world_size, 1))
     _quiet()
-    capacity = arguments.capacity_gib
-    facts = memory.report(config, config.memory_limit_gib if capacity is None else capacity)
+    capacity, limit = arguments.capacity_gib, config.memory_limit_gib
+    if capacity is None and limit is not None:
+        capacity = limit + memory.outside_a_limit(config) / GIB
+    facts = memory.report(config, capacity)
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return

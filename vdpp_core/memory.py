@@ -75,6 +75,12 @@ def needed(config: RunConfig) -> int:
     return max(room_needed(*phase) for phase in _phases(config)) + int(CONTEXT_GIB * GIB)
 
 
+def outside_a_limit(config: RunConfig) -> int:
+    """Bytes by which the device that a run's memory limit plays is larger than it: CUDA's context is not in it."""
+    limited = config.memory_limit_gib is not None
+    return int(CONTEXT_GIB * GIB) if limited and machine.device_type(config) == "cuda" else 0
+
+
 def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     """What `python -m vdpp_core memory` prints. GB are 1e9 bytes.
 
@@ -215,7 +221,7 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     if limited and (parameters := predict(config).parameters) > capacity:
         allowed = f"must be above what the parameters take on a rank, {parameters / GIB:.3f} GiB"
         raise ConfigError("memory_limit_gib", config.memory_limit_gib, allowed)
-    outside = int(CONTEXT_GIB * GIB) if limited and machine.device_type(config) == "cuda" else 0  # not in a limit
+    outside = outside_a_limit(config)
     if not fit(config, capacity + outside).fits:
         found.append(
             f"{layout}: will probably run out of memory, {(needed(config) - outside) / GIB:.2f} GiB needed on a rank, "

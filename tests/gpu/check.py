@@ -73,8 +73,7 @@ def configurations(cards: int, capacity: float) -> list[RunConfig]:
 def expectation(config: RunConfig, capacity: float) -> memory.Fit:
     """Whether a run should find room. On CUDA a limit is that of PyTorch's allocator: the context comes on top."""
     if config.memory_limit_gib is not None:
-        context = memory.CONTEXT_GIB if machine.device_type(config) == "cuda" else 0.0
-        capacity = (config.memory_limit_gib + context) * GIB
+        capacity = config.memory_limit_gib * GIB + memory.outside_a_limit(config)
     return memory.fit(config, capacity)
 
 

@@ -210,6 +210,12 @@ def test_the_command_for_programs(capsys):
     assert facts["needed_gib"] > 0.72
 
 
+def test_the_command_takes_a_limit_as_the_device_that_it_plays(capsys):
+    for device, outside in (("cuda", memory.CONTEXT_GIB), ("cpu", 0)):
+        main(["memory", "--memory-limit-gib", "0.5", "--device", device, "--json"])
+        assert json.loads(capsys.readouterr().out)["capacity_gib"] == pytest.approx(0.5 + outside)
+
+
 def test_the_command_with_a_model_that_is_not_there(tmp_path):
     done = command("--model-id", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
