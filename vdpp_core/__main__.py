@@ -205,10 +205,11 @@ def _show(folder: Path, as_json: bool) -> None:
 def _assignment(config: RunConfig) -> list[str]:
     """The steps of each rank, in the order of execution, and counted down as the user's documents do."""
     lines = []
-    for rank in range(config.layout.world_size):
-        replica, stage = config.layout.coordinates(rank)
+    layout = config.layout
+    for rank in range(layout.world_size):
+        replica, stage, member = layout.place(rank)
         steps, last = config.stages()[stage], config.total_steps - 1
-        goal = f"to rank {rank + 1}" if stage + 1 < config.layout.pp else "final result"
+        goal = f"to rank {layout.rank(replica, stage + 1, member)}" if stage + 1 < layout.pp else "final result"
         countdown = ", ".join(str(last - step) for step in steps)
         lines.append(f"rank {rank}, replica {replica}: steps {steps[0]}–{steps[-1]} ({countdown} to go) → {goal}")
     return lines

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, get_args
 
 from vdpp_core.config import RunConfig
-from vdpp_core.layout import Parallel
+from vdpp_core.layout import AXES, Parallel
 
 COMMANDS = {
     "simulate": "the logic of a run on the dummy network, CPU and fp32",
@@ -59,8 +59,9 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
             choices = [str(choice) for choice in get_args(field.annotation) if isinstance(choice, str)]
             options["metavar"] = "|".join(choices) or name.upper()
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
-    parser.add_argument("--dp", metavar="N", help=Parallel.model_fields["dp"].description)
-    parser.add_argument("--pp", metavar="N", help=f"{Parallel.model_fields['pp'].description}; default: ranks / dp")
+    for axis in AXES:
+        rest = "; default: ranks / the other axes" if axis == "pp" else ""
+        parser.add_argument(f"--{axis}", metavar="N", help=f"{Parallel.model_fields[axis].description}{rest}")
     parser.add_argument("--fsdp", action="store_true", help=Parallel.model_fields["fsdp"].description)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -82,10 +83,11 @@ def run_config(arguments: argparse.Namespace, ranks: int) -> RunConfig:
         ConfigError: one line that names the argument, its value and what is allowed.
     """
     given = _given(arguments)
-    if arguments.fsdp:
-        pp = Parallel(pp=arguments.pp or 1).pp
-        given["parallel"] = Parallel(dp=arguments.dp or max(1, ranks // pp), pp=pp, fsdp=True)
-    elif arguments.dp is not None or arguments.pp is not None:
-        dp = Parallel(dp=arguments.dp or 1).dp
-        given["parallel"] = Parallel(dp=dp, pp=arguments.pp or max(1, ranks // dp))
+    axes = {axis: size for axis in AXES if (size := getattr(arguments, axis)) is not None}
+    if axes or arguments.fsdp:
+        layout = Parallel(**axes, fsdp=arguments.fsdp)
+        rest = "dp" if arguments.fsdp else "pp"
+        if rest not in axes:
+            layout = Parallel(**(layout.model_dump() | {rest: max(1, ranks // layout.world_size)}))
+        given["parallel"] = layout
     return RunConfig(**given).for_ranks(ranks)

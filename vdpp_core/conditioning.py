@@ -62,6 +62,12 @@ def synthetic(config: RunConfig, room: Conditioning) -> Conditioning:
     return room
 
 
+def augmentation(config: RunConfig, generator: torch.Generator) -> Tensor:
+    """What the pipeline draws first from a sample's generator, for the image's noise: (1, 3, height, width)."""
+    width, height = config.image_size
+    return randn_tensor((1, 3, height, width), generator=generator)
+
+
 @torch.no_grad()
 def encode(config: RunConfig, pipeline: StableVideoDiffusionPipeline, draws: list[torch.Generator]) -> Conditioning:
     """The conditioning of one image with the official pipeline's own methods, in its order of drawing.
@@ -79,8 +85,7 @@ def encode(config: RunConfig, pipeline: StableVideoDiffusionPipeline, draws: lis
         pipeline.vae.to(dtype=torch.float32)
     image_latents = []
     for generator in draws:
-        noise = randn_tensor(pixels.shape, generator=generator, device=device, dtype=pixels.dtype)
-        noisy = pixels + config.noise_aug_strength * noise
+        noisy = pixels + config.noise_aug_strength * augmentation(config, generator).to(pixels)
         latents = pipeline._encode_vae_image(noisy, device, batch, guided)
         image_latents.append(latents.to(image_embeddings.dtype))
     added_time_ids = pipeline._get_add_time_ids(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from vdpp_core.errors import ConfigError, Frozen
-from vdpp_core.layout import Parallel
+from vdpp_core.layout import AXES, Parallel
 from vdpp_core.steps import split
 
 ASSETS = Path(__file__).parent / "assets"
@@ -93,6 +93,9 @@ class RunConfig(Frozen):
         default="batched", description="both passes of the guidance at once, or one after the other in half the memory"
     )
     forward_chunking: bool = Field(default=False, description="feed-forward layers frame by frame")
+    shortcuts: bool = Field(
+        default=False, description="constant cross-attention and flat temporal convolutions: sooner, within 1e-6"
+    )
     enable_memory_opt: bool = Field(default=False, description="sequential guidance and forward chunking")
     attention_slicing: bool = Field(default=False, description="says why there is none, and what to use instead")
     fsdp_same_sample: bool = Field(
@@ -175,10 +178,22 @@ class RunConfig(Frozen):
         if self.chunked and self.model == "dummy":
             name = "forward_chunking" if self.forward_chunking else "enable_memory_opt"
             raise ConfigError(name, True, "not with model dummy, which has no feed-forward layers")
+        if self.shortcuts and self.model == "dummy":
+            raise ConfigError("shortcuts", True, "not with model dummy, which has no layers that they concern")
 
     def _check_layout(self, parallel: Parallel) -> None:
         if parallel.pp > self.total_steps:
             raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
+        if parallel.cfg > 1 and self.guidance_scale <= 1:
+            raise ConfigError(
+                "cfg", parallel.cfg, "buys nothing without guidance, which has one pass: guidance_scale above 1"
+            )
+        if parallel.frames > self.shape[2]:
+            raise ConfigError("frames", parallel.frames, f"must be at most num_frames, {self.shape[2]}")
+        if parallel.frames > 1 and self.model == "dummy":
+            raise ConfigError(
+                "frames", parallel.frames, "not with model dummy: only a spatio-temporal UNet splits by frames"
+            )
         for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
             if getattr(self, name) and not parallel.fsdp:
                 raise ConfigError(name, True, "only with fsdp")
@@ -196,8 +211,9 @@ class RunConfig(Frozen):
             raise ConfigError("world_size", ranks, "must be at least 1")
         parallel = self.parallel or Parallel(pp=ranks)
         if parallel.world_size != ranks:
-            axis = "dp" if parallel.pp == 1 else "pp"
-            allowed = f"dp × pp = {parallel.dp} × {parallel.pp} must be the ranks, {ranks}"
+            axis = next((axis for axis in reversed(AXES) if getattr(parallel, axis) > 1), "pp")
+            product = " × ".join(str(getattr(parallel, axis)) for axis in AXES)
+            allowed = f"{' × '.join(AXES)} = {product} must be the ranks, {ranks}"
             raise ConfigError(axis, getattr(parallel, axis), allowed)
         return self.replace(parallel=parallel)
 
@@ -257,12 +273,13 @@ class RunConfig(Frozen):
 
     def padding(self, replica: int) -> int:
         """Samples that a replica computes for the company of its shard group only; they count for nothing."""
-        return len(self.samples(0)) - len(self.samples(replica)) if self.layout.shards > 1 else 0
+        return len(self.samples(0)) - len(self.samples(replica)) if self.layout.fsdp else 0
 
     @property
     def sequential(self) -> bool:
-        """Whether the passes of the guidance are computed one after the other."""
-        return self.guidance_mode == "sequential" or self.enable_memory_opt
+        """Whether the passes of the guidance are computed one after the other; with cfg 2 each rank has only one."""
+        at_once = self.parallel is not None and self.parallel.cfg == 2
+        return not at_once and (self.guidance_mode == "sequential" or self.enable_memory_opt)
 
     @property
     def chunked(self) -> bool:

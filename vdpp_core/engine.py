@@ -24,6 +24,7 @@ from vdpp_core.limits import Device, OutOfMemoryError
 from vdpp_core.measure import EventLog, MemoryMeter, Stopwatch
 from vdpp_core.mesh import LostRankError, Ranks, World, communication, joined
 from vdpp_core.parallel import fsdp
+from vdpp_core.parallel.parallelize import parallelize
 
 Source = Callable[[int], Tensor]
 Sink = Callable[[int, Tensor], None]
@@ -79,8 +80,8 @@ class _Rank:
 
     def __init__(self, config: RunConfig, folder: Path, world: World, log: EventLog, guard: Guard | None) -> None:
         self.config, self.folder, self.world, self.log, self.guard = config, folder, world, log, guard
-        self.steps = config.stages()[world.stage]
-        self.samples, self.padding = config.samples(world.replica), config.padding(world.replica)
+        self.steps = config.stages()[world.place.stage]
+        self.samples, self.padding = config.samples(world.place.replica), config.padding(world.place.replica)
         self.busy = bool(self.samples or self.padding)
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.dtype = machine.dtype(config)
@@ -152,11 +153,24 @@ class _Rank:
             unet = fsdp.structure(config, world.shards, self.dtype)
             self.meter.set_baseline()  # FSDP's own objects, some 15 MB of Python, are no memory of the model
             self.unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
+        if config.layout.lockstep > 1:
+            parallelize(self.unet, world.mesh)
         unet, scheduler = self.unet, unets.load_scheduler(config, world.device)
+        told = self._conditioning(unet, scheduler)
+        self.denoiser = Denoiser(config, unet, scheduler, told)
+        self.handoff = Handoff(world, self.denoiser.latent_shape, self.dtype)
+        self.handoff.connect()
+        self.log.write("loaded")
+
+    def _conditioning(self, unet: Any, scheduler: Any) -> Conditioning:
+        """Made by the replica's first rank. Those that start samples with it draw from the generators as it did."""
+        config, world = self.config, self.world
         told = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
+        synthetic = config.image_path is None or not self.samples
         if self.first:
             self.draws = conditioning.generators(config, self.samples)
-            if config.image_path is None or not self.samples:
+        if self.first and world.speaks:
+            if synthetic:
                 told = conditioning.synthetic(config, told)
             else:
                 from vdpp_core.unets.svd import load_pipeline
@@ -164,13 +178,13 @@ class _Rank:
                 told = conditioning.encode(
                     config, load_pipeline(config, unet, scheduler, world.device, self.dtype), self.draws
                 )
-        with communication(dist.get_global_rank(world.stages, 0)):
+        elif self.first and not synthetic:
+            for generator in self.draws:
+                conditioning.augmentation(config, generator)
+        with communication(dist.get_global_rank(world.team, 0)):
             for tensor in told.tensors():
-                dist.broadcast(tensor.contiguous(), group=world.stages, group_src=0)
-        self.denoiser = Denoiser(config, unet, scheduler, told)
-        self.handoff = Handoff(world, self.denoiser.latent_shape, self.dtype)
-        self.handoff.connect()
-        self.log.write("loaded")
+                dist.broadcast(tensor.contiguous(), group=world.team, group_src=0)
+        return told
 
     def _warm_up(self) -> None:
         """A step of its own on every rank at once (twice: the first one sets up), then the warm-up samples."""
@@ -188,6 +202,8 @@ class _Rank:
         return self.denoiser.noise(self.draws[self.samples.index(sample)])
 
     def _finish(self, sample: int, latents: Tensor) -> None:
+        if not self.world.speaks:
+            return
         if self.config.save_latents:
             if not torch.isfinite(latents).all():
                 raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
@@ -208,8 +224,10 @@ class _Rank:
             videos.make_contact_sheet(self.config, self.folder)
 
     def _share_of_latents(self) -> dict[int, Tensor]:
-        """Sample -> latents, of every so-manieth sample of the replica; only its last stage had them."""
-        shape, stages = self.denoiser.latent_shape, self.config.layout.pp
+        """Sample -> latents, of every so-manieth sample of the replica; only who speaks for its last stage had them."""
+        shape, team = self.denoiser.latent_shape, self.world.team
+        layout, ranks = self.config.layout, dist.get_world_size(team)
+        source = layout.rank(0, layout.pp - 1)
         del self.denoiser, self.handoff
         self.unet = None
         if self.world.device.type == "cuda":
@@ -219,9 +237,9 @@ class _Rank:
             latents = self.finished.pop(sample, None)
             if latents is None:
                 latents = torch.empty(shape, device=self.world.device, dtype=self.dtype)
-            with communication(dist.get_global_rank(self.world.stages, stages - 1)):
-                dist.broadcast(latents, group=self.world.stages, group_src=stages - 1)
-            if position % stages == self.world.stage:
+            with communication(dist.get_global_rank(team, source)):
+                dist.broadcast(latents, group=team, group_src=source)
+            if position % ranks == dist.get_rank(team):
                 share[sample] = latents
         return share
 
@@ -270,7 +288,7 @@ class _Rank:
         return latents
 
     def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
-        """On a terminal, on the last rank of the first replica."""
-        shown = self.last and self.world.replica == 0 and samples[:1] == [0]
+        """On a terminal, on the last stage of the first replica."""
+        shown = self.last and self.world.place.replica == 0 and self.world.speaks and samples[:1] == [0]
         total = len(samples) * len(self.steps)
         return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import Field
 
@@ -11,37 +11,58 @@ from vdpp_core.errors import Frozen
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+AXES = ("dp", "pp", "cfg", "frames")  # outermost first: the last one talks most
+
+
+class Place(NamedTuple):
+    """Where a rank is: its replica, its stage, and its number in the lockstep group, whose member 0 speaks for it."""
+
+    replica: int
+    stage: int
+    member: int
+
 
 class Parallel(Frozen):
-    """How the work is spread. The product of the axes is the world size; `dp` is the outermost.
+    """How the work is spread. The product of the axes is the world size; `dp` is the outermost, `frames` the innermost.
 
-    `fsdp` is no axis of its own: the ranks of one stage, one in each replica, share out the parameters and compute in
-    lockstep, each a sample of its own.
+    Ranks that differ in `cfg` and `frames` alone are a lockstep group: they compute the same step of the same sample
+    together. `fsdp` is no axis of its own: all ranks of one stage, in every replica, share out the parameters.
     """
 
     dp: int = Field(default=1, ge=1, description="replicas: split the samples")
     pp: int = Field(default=1, ge=1, description="stages: split the steps")
-    fsdp: bool = Field(default=False, description="shard the parameters over the replicas' ranks of the same stage")
+    cfg: int = Field(default=1, ge=1, le=2, description="1 or 2: split the guidance's two passes over ranks")
+    frames: int = Field(default=1, ge=1, description="split the frames over ranks, inside the UNet")
+    fsdp: bool = Field(default=False, description="shard the parameters over all ranks of a stage")
+
+    @property
+    def lockstep(self) -> int:
+        """Ranks that compute a step together."""
+        return self.cfg * self.frames
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.pp
+        return self.dp * self.pp * self.lockstep
 
     @property
     def shards(self) -> int:
         """Into how many parts the parameters are cut; 1 where every rank holds them whole."""
-        return self.dp if self.fsdp else 1
+        return self.dp * self.lockstep if self.fsdp else 1
 
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """(replica, stage) of a rank."""
-        return divmod(rank, self.pp)
+    def place(self, rank: int) -> Place:
+        others, member = divmod(rank, self.lockstep)
+        return Place(*divmod(others, self.pp), member)
+
+    def rank(self, replica: int, stage: int, member: int = 0) -> int:
+        """The rank at a place."""
+        return (replica * self.pp + stage) * self.lockstep + member
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """The mesh of this layout, outermost axis first. Needs an initialised process group of `world_size` ranks."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(device_type, (self.dp, self.pp), mesh_dim_names=("dp", "pp"))
+        return init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
 
     def __str__(self) -> str:
-        axes = [f"{name} {size}" for name, size in (("dp", self.dp), ("pp", self.pp)) if size > 1]
+        axes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1]
         return " × ".join(axes + ["fsdp"] * self.fsdp) if axes else "1 rank"

@@ -196,13 +196,14 @@ def _step(config: RunConfig) -> trace.Trace:
 
 def _alike(config: RunConfig) -> RunConfig:
     """The same for all runs that allocate the same on a rank."""
-    fields = ("model", "model_id", "guidance_scale", "min_guidance_scale")
+    fields = ("model", "model_id", "guidance_scale", "min_guidance_scale", "shortcuts")
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
-    replicas = config.parallel.dp if config.parallel and not config.fsdp_same_sample else 1
-    samples = math.ceil(config.num_samples / replicas)
+    layout = config.parallel or Parallel()
+    samples = math.ceil(config.num_samples / (1 if config.fsdp_same_sample else layout.dp))
+    lockstep = Parallel(cfg=layout.cfg, frames=layout.frames)
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
-        parallel=Parallel(), random_weights=True, latent_shape=config.shape, num_samples=samples, **mode, **kept
+        parallel=lockstep, random_weights=True, latent_shape=config.shape, num_samples=samples, **mode, **kept
     )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from vdpp_core import machine
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
+from vdpp_core.layout import Place
 from vdpp_core.limits import is_out_of_memory
 
 # Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
@@ -80,16 +81,27 @@ def _store(ranks: Ranks) -> dist.Store:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: its device, its replica's stages, and the ranks that it shares parameters with, if any."""
+    """This rank's place: its device, and the ranks that it has to do with.
+
+    stages: those of its replica with its number in their lockstep groups; it takes from one and hands on to another.
+    team: all of its replica, the lockstep groups of all stages.
+    shards: those that it shares parameters with, if any.
+    """
 
     rank: int
     world_size: int
-    replica: int
-    stage: int
+    place: Place
     device: torch.device
     threads: int
+    mesh: DeviceMesh
     stages: dist.ProcessGroup
+    team: dist.ProcessGroup
     shards: DeviceMesh | None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it writes for its lockstep group what all of that know."""
+        return self.place.member == 0
 
     def barrier(self) -> None:
         with communication():
@@ -105,6 +117,11 @@ def communication(peer: int | str = "unknown") -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise LostRankError(peer, str(error).splitlines()[0]) from error
+
+
+def merged(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """The one-dimensional mesh of the ranks that differ in these axes alone. All ranks have to ask for it."""
+    return mesh[axes]._flatten("_".join(axes))
 
 
 @contextmanager
@@ -127,9 +144,17 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
             machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=_PATIENCE
         )
         mesh = config.layout.mesh("cuda" if kind == "cuda" else "cpu")
-        replica, stage = config.layout.coordinates(ranks.rank)
-        shards = mesh["dp"] if config.layout.shards > 1 else None
-        yield World(ranks.rank, ranks.world_size, replica, stage, device, threads, mesh.get_group("pp"), shards)
+        yield World(
+            ranks.rank,
+            ranks.world_size,
+            config.layout.place(ranks.rank),
+            device,
+            threads,
+            mesh,
+            stages=mesh.get_group("pp"),
+            team=merged(mesh, "pp", "cfg", "frames").get_group(),
+            shards=merged(mesh, "dp", "cfg", "frames") if config.layout.shards > 1 else None,
+        )
         dist.destroy_process_group()
     except BaseException:
         if not ranks.under_torchrun and dist.is_initialized():  # under torchrun the process ends, without waiting

@@ -92,7 +92,7 @@ def _waits(events: Sequence[Event], layout: Parallel) -> dict[str, Any]:
         rank, sample = event["rank"], event.get("sample", -1)
         if sample < 0 or event["kind"] not in ("take", "send", "step"):
             continue
-        replica = rank // layout.pp
+        replica = layout.place(rank).replica
         if event["kind"] == "step":
             busy[rank] += event["seconds"] * (sample != replica)
         else:
@@ -132,9 +132,9 @@ def _predicted(config: RunConfig, events: Sequence[Event]) -> dict[str, Any] | N
     step_s: dict[int, list[float]] = defaultdict(list)
     for event in events:
         if event["kind"] == "step" and event["sample"] < 0:
-            step_s[event["rank"] % layout.pp].append(event["seconds"])
+            step_s[layout.place(event["rank"]).stage].append(event["seconds"])
     for event in events:
-        stage = event["rank"] % layout.pp
+        stage = layout.place(event["rank"]).stage
         if event["kind"] == "warm" and not step_s[stage]:
             step_s[stage].append(event["seconds"])
     if not all(step_s[stage] for stage in range(layout.pp)):
@@ -162,7 +162,7 @@ def progress(folder: Path) -> dict[str, Any]:
     ranks = []
     for rank in range(layout.world_size):
         own = [event for event in events if event["rank"] == rank]
-        replica, stage = layout.coordinates(rank)
+        replica, stage, _ = layout.place(rank)
         steps = sum(event["kind"] == "step" and event["sample"] >= 0 for event in own)
         sample, step = position(own, stages[stage])
         ranks.append(
@@ -252,7 +252,7 @@ def stalled_rank(folder: Path) -> int:
             return event["rank"]
     last = {event["rank"]: event for event in events}
     for rank, event in sorted(last.items()):
-        steps = config.stages()[config.layout.coordinates(rank)[1]]
+        steps = config.stages()[config.layout.place(rank).stage]
         in_a_stage = event["kind"] in ("step", "pad") and event["step"] != steps[-1]
         if event["kind"] in ("take", "decode", "chunk") or in_a_stage:
             return rank
@@ -294,5 +294,5 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
         rank, cause = next(iter(exits.items()))
     else:
         return None
-    sample, step = position(by_rank[rank], config.stages()[config.layout.coordinates(rank)[1]])
+    sample, step = position(by_rank[rank], config.stages()[config.layout.place(rank).stage])
     return {"rank": rank, "sample": sample, "step": step, "cause": cause, **more}

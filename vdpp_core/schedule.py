@@ -46,7 +46,8 @@ def spans(layout: Parallel, sizes: Sequence[int], num_samples: int, step_s: Sequ
             for stage in range(layout.pp):
                 start = max(ready, free[stage])
                 ready = free[stage] = start + seconds[stage]
-                result.append(Span(replica * layout.pp + stage, sample, start, ready, seconds[stage]))
+                ranks = [layout.rank(replica, stage, member) for member in range(layout.lockstep)]
+                result += [Span(rank, sample, start, ready, seconds[stage]) for rank in ranks]
     return result
 
 
@@ -58,7 +59,9 @@ def even_makespan(total_steps: int, stages: int, num_samples: int, step_s: float
 def predict(config: RunConfig, step_s: Sequence[float]) -> dict[str, Any]:
     """The numbers of a run before it runs, from the seconds a step takes on each stage."""
     sizes, layout = [len(steps) for steps in config.stages()], config.layout
-    at_work = Parallel(pp=layout.pp) if config.fsdp_same_sample else layout  # the first replica's ranks come first
+    at_work = (
+        layout.model_copy(update={"dp": 1}) if config.fsdp_same_sample else layout
+    )  # the first replica's ranks come first
     return numbers(spans(at_work, sizes, config.num_samples, step_s), layout)
 
 
@@ -71,8 +74,9 @@ def numbers(schedule: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     samples / makespan for data parallel. All else is as the README's vocabulary has it, the fill always included
     except in `steady_state_samples_per_s`.
     """
-    last = {span.sample: span for span in schedule if span.rank % layout.pp == layout.pp - 1}
-    first = {span.sample: span for span in schedule if span.rank % layout.pp == 0}
+    at = {span: layout.place(span.rank) for span in schedule}
+    last = {span.sample: span for span in schedule if at[span].stage == layout.pp - 1 and at[span].member == 0}
+    first = {span.sample: span for span in schedule if at[span].stage == 0 and at[span].member == 0}
     finished = sorted(last, key=lambda sample: last[sample].end)
     if not finished:
         return {"samples_finished": 0}
@@ -81,9 +85,9 @@ def numbers(schedule: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     busy = [sum(span.busy for span in schedule if span.rank == rank) for rank in range(layout.world_size)]
     utilisation = [seconds / makespan for seconds in busy]
 
-    replicas = {last[sample].rank // layout.pp for sample in finished}
+    replicas = {at[last[sample]].replica for sample in finished}
     per_replica = [
-        [last[sample].end for sample in finished if last[sample].rank // layout.pp == replica] for replica in replicas
+        [last[sample].end for sample in finished if at[last[sample]].replica == replica] for replica in replicas
     ]
     gaps = [[b - a for a, b in zip([0.0, *times], times, strict=False)] for times in per_replica]
     steady = [(len(times) - 1) / (times[-1] - times[0]) for times in per_replica if len(times) > 1]

@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vdpp_core.config import RunConfig
+from vdpp_core.layout import Parallel
+from vdpp_core.parallel import lockstep
+from vdpp_core.parallel.group import Group
 
 META = torch.device("meta")
 MOST_CHUNKS = 256  # what is decoded then no longer grows the peak by much
@@ -133,6 +136,13 @@ def _unit(name: str, parameters: list[Tensor]) -> Unit:
     return Unit(name, tuple(shapes))
 
 
+def rehearse(unet: Any, layout: Parallel) -> dict[str, Group]:
+    """Have a UNet on the meta device compute what the first rank of a lockstep group does; axis -> what it says."""
+    groups = {axis: Group(size) for axis in ("cfg", "frames") if (size := getattr(layout, axis)) > 1}
+    lockstep.split(unet, groups)
+    return groups
+
+
 @functools.lru_cache(maxsize=64)
 def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     """One denoising step of a rank: conditioning and latents first, then the engine's own `Trajectory.step`.
@@ -145,6 +155,7 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     from vdpp_core.unets.units import units
 
     unet = unets.ready(config, unets.on_meta(config, dtype))
+    rehearse(unet, config.layout)
     pieces = [unet, *units(unet)]
     recorder = _Recorder(list(unet.parameters()))
     with torch.no_grad(), _FusedAttention(), recorder:

@@ -48,7 +48,7 @@ def some_are_finished(folder, number=3):
 def assert_where_it_was(folder, failure, rank):
     """Sample and step of a failure are those at which the rank's own events stop."""
     config = RunConfig.read(folder)
-    steps = config.stages()[config.layout.coordinates(rank)[1]]
+    steps = config.stages()[config.layout.place(rank).stage]
     own = [event for event in runfolder.read_events(folder) if event["rank"] == rank]
     last = [event for event in own if event["kind"] in ("take", "step")][-1]
     expected = steps[0] if last["kind"] == "take" else min(last["step"] + 1, steps[-1])

@@ -124,7 +124,8 @@ def test_every_rank_decodes_its_share(name, folders):
     assert sorted(made) == list(range(config.num_samples))
     layout = config.layout
     for sample, rank in made.items():
-        assert layout.coordinates(rank) == (sample % layout.dp, sample // layout.dp % layout.pp)
+        team = layout.pp * layout.lockstep
+        assert (layout.place(rank).replica, rank % team) == (sample % layout.dp, sample // layout.dp % team)
     last_step = max(event["t"] for event in events if event["kind"] == "step" and event["rank"] == 0)
     assert min(event["t"] for event in events if event["kind"] == "decode" and event["rank"] == 0) > last_step
     chunks = sum(event["kind"] == "chunk" for event in events)

@@ -93,8 +93,8 @@ def test_each_step_of_each_sample_runs_once_and_in_order(name, run_folders):
         assert [event["step"] for event in steps] == list(range(config.total_steps))
         replica = 0 if config.fsdp_same_sample else sample % layout.dp
         for event in steps:
-            assert event["step"] in config.stages()[layout.coordinates(event["rank"])[1]]
-            assert layout.coordinates(event["rank"])[0] == replica
+            assert event["step"] in config.stages()[layout.place(event["rank"]).stage]
+            assert layout.place(event["rank"]).replica == replica
     warm = sum(event["kind"] == "step" and event["sample"] < 0 for event in events)
     replicas_at_work = layout.dp if layout.fsdp else min(layout.dp, config.num_samples)  # shards need all their ranks
     assert warm == config.warmup_samples * config.total_steps * replicas_at_work

@@ -190,5 +190,5 @@ def test_each_sample_belongs_to_one_replica(num_samples, dp):
 def test_the_mesh_is_counted_replica_by_replica():
     layout = Parallel(dp=2, pp=3)
     assert layout.world_size == 6
-    assert [layout.coordinates(rank) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [layout.place(rank)[:2] for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert RunConfig(total_steps=7, parallel=layout).stages() == [range(0, 3), range(3, 5), range(5, 7)]

@@ -11,7 +11,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from torch import nn
 
 from vdpp_core.config import RunConfig
-from vdpp_core.unets import weights
+from vdpp_core.unets import shortcuts, weights
 from vdpp_core.unets.dummy import DummyUNet
 from vdpp_core.unets.published import PUBLISHED_SCHEDULER
 
@@ -45,6 +45,8 @@ def ready(config: RunConfig, unet: Any) -> Any:
     """Set up for inference as the run asks for it."""
     if config.chunked:
         unet.enable_forward_chunking(chunk_size=1, dim=0)
+    if config.shortcuts:
+        shortcuts.take(unet)
     return unet.eval()
 
 

@@ -1,0 +1,70 @@
+"""Under torchrun: a UNet before, while and after it is split over the ranks; rank 0 prints JSON.
+
+python -m torch.distributed.run --standalone --nproc_per_node=N -m tests.distributed.lockstep LAYOUT…
+with each LAYOUT the JSON of a Parallel of N ranks. For each, in one process: num_frames 5, 14, 25, latents 9 × 16 and
+8 × 8, fp32 and fp64.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import UNetSpatioTemporalConditionModel
+
+import vdpp_core
+from vdpp_core import Parallel
+from vdpp_core.config import MODELS
+
+FRAMES = (5, 14, 25)
+SIZES = ((9, 16), (8, 8))
+
+
+def inputs(frames: int, size: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(frames)
+    return {
+        "sample": torch.randn(2, frames, 8, *size, generator=generator, dtype=dtype),
+        "timestep": torch.tensor(1.3),
+        "encoder_hidden_states": torch.randn(2, 1, 32, generator=generator, dtype=dtype),
+        "added_time_ids": torch.tensor([[6, 127, 0.02]] * 2, dtype=dtype),
+    }
+
+
+def errors(layout: Parallel, dtype: torch.dtype) -> dict[str, Any]:
+    """Relative error of each case, and whether the UNet is afterwards what it was."""
+    load = UNetSpatioTemporalConditionModel.from_pretrained
+    unet = torch.nn.Module.to(load(MODELS["tiny"], subfolder="unet").eval(), dtype)
+    cases = [(frames, size) for frames in FRAMES for size in SIZES if frames >= layout.frames]
+    alone = [unet(**inputs(*case, dtype)).sample for case in cases]
+    mesh = layout.mesh("cpu")
+    assert vdpp_core.parallelize(unet, mesh, fsdp=layout.fsdp) is unet
+    found = {}
+    for (frames, size), expected in zip(cases, alone, strict=True):
+        prediction = unet(**inputs(frames, size, dtype), return_dict=False)[0]
+        assert prediction.shape == expected.shape
+        found[f"{frames} × {size[0]} × {size[1]}"] = ((prediction - expected).norm() / expected.norm()).item()
+    vdpp_core.restore(unet)
+    again = unet(**inputs(*cases[0], dtype)).sample
+    return {"errors": found, "same_afterwards": torch.equal(again, alone[0])}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with torch.no_grad():
+        results = {
+            argument: {name: errors(Parallel(**json.loads(argument)), getattr(torch, name)) for name in ("float32", "float64")}
+            for argument in sys.argv[1:]
+        }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, results)
+    if dist.get_rank() == 0:
+        print(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

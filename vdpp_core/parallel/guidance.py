@@ -1,0 +1,40 @@
+"""The guidance's two passes on two ranks: each runs one half of the batch, and they exchange their predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from vdpp_core.parallel.group import Group
+from vdpp_core.parallel.output import as_asked
+from vdpp_core.unets.patches import Patches
+
+
+def split(unet: nn.Module, group: Group, patches: Patches) -> None:
+    """Have each of the two ranks of `group` compute one half of the batch: whole latents in, whole prediction out.
+
+    The halves of the guidance, as the pipeline stacks them, are independent in every layer; one exchange a step. The
+    guidance itself, with a scale for each frame, stays with the caller.
+    """
+    assert group.size == 2
+    compute = unet.forward
+
+    def forward(
+        sample: Tensor,
+        timestep: Any,
+        encoder_hidden_states: Tensor,
+        added_time_ids: Tensor,
+        return_dict: bool = True,
+    ) -> Any:
+        """Raises ValueError where the batch has no two halves."""
+        batch = sample.shape[0]
+        if batch % 2:
+            raise ValueError(f"batch {batch}: cfg 2 splits the two passes of the guidance, which is off: use cfg 1")
+        own = slice(group.rank * batch // 2, (group.rank + 1) * batch // 2)
+        prediction = compute(sample[own], timestep, encoder_hidden_states[own], added_time_ids[own], return_dict=False)[
+            0
+        ]
+        return as_asked(group.all_gather(prediction, "", "prediction").flatten(0, 1), return_dict)
+
+    patches.forward(unet, forward)

@@ -1,0 +1,69 @@
+"""`parallelize`: one UNet over a lockstep group, its signature kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from vdpp_core.mesh import merged
+from vdpp_core.parallel import lockstep
+from vdpp_core.parallel.collectives import Collectives
+from vdpp_core.parallel.fsdp import shard
+from vdpp_core.unets.patches import Patches
+
+APPLIED = "_parallelized"
+
+
+@dataclass
+class Applied:
+    """What `parallelize` did to a UNet."""
+
+    patches: Patches
+    groups: dict[str, Collectives]
+
+
+def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
+    """Have the ranks of a mesh compute each forward pass together, in place: whole latents in, whole prediction out.
+
+        pipe.unet = vdpp_core.parallelize(pipe.unet, Parallel(cfg=2, frames=2).mesh("cpu"))
+
+    Every rank calls it with the same inputs and gets the same prediction, that of one rank within 1e-5 in fp32.
+    `restore` takes it back.
+
+    Args:
+        unet: diffusers' `UNetSpatioTemporalConditionModel`.
+        mesh: of `Parallel.mesh`. Its axes cfg and frames split the pass; dp and pp are the caller's.
+        fsdp: cut the parameters, too, over all ranks but those of other stages. That stays after `restore`.
+
+    Raises:
+        ValueError: the UNet is parallelized already, or is no spatio-temporal one where `frames` asks for that; in a
+            call: fewer frames than ranks, or a batch of one pass where cfg is 2.
+    """
+    from diffusers import UNetSpatioTemporalConditionModel
+
+    if hasattr(unet, APPLIED):
+        raise ValueError(f"unet {type(unet).__name__}: is parallelized already, restore comes first")
+    groups = {axis: Collectives(mesh.get_group(axis)) for axis in ("cfg", "frames") if mesh[axis].size() > 1}
+    if "frames" in groups and not isinstance(unet, UNetSpatioTemporalConditionModel):
+        raise ValueError(f"unet {type(unet).__name__}: must be a UNetSpatioTemporalConditionModel to split by frames")
+    if fsdp:
+        shard(unet, merged(mesh, "dp", "cfg", "frames"))
+    setattr(unet, APPLIED, Applied(lockstep.split(unet, groups), groups))
+    return unet
+
+
+def restore(unet: Any) -> Any:
+    """Undo `parallelize`: the UNet computes alone again, as it did before. Nothing happens to one that was not."""
+    if hasattr(unet, APPLIED):
+        getattr(unet, APPLIED).patches.undo()
+        delattr(unet, APPLIED)
+    return unet
+
+
+def sent(unet: Any) -> Counter[tuple[str, str, str]]:
+    """(axis, layer, kind) -> bytes that this rank has sent for a parallelized UNet, see `vdpp_core.parallel.group`."""
+    groups = getattr(unet, APPLIED).groups
+    return Counter({(axis, *key): count for axis, group in groups.items() for key, count in group.sent.items()})
