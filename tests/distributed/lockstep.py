@@ -56,7 +56,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     with torch.no_grad():
         results = {
-            argument: {name: errors(Parallel(**json.loads(argument)), getattr(torch, name)) for name in ("float32", "float64")}
+            argument: {
+                name: errors(Parallel(**json.loads(argument)), getattr(torch, name)) for name in ("float32", "float64")
+            }
             for argument in sys.argv[1:]
         }
     everyone: list[Any] = [None] * dist.get_world_size()

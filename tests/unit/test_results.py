@@ -102,7 +102,7 @@ def test_a_normal_end(finished):
     assert result["steady_handoff_wait_share_per_rank"] == pytest.approx([0.25, 0.5])
     assert result["peak_memory_gb_per_rank"] == [0.5, 0.5]
     assert result["max_peak_memory_gb"] == 0.5
-    assert (result["world_size"], result["parallel"]) == (2, {"dp": 1, "pp": 2, "fsdp": False})
+    assert (result["world_size"], result["parallel"]) == (2, Parallel(pp=2).model_dump())
     assert (result["total_steps"], result["steps_per_gpu"], result["steps_per_stage"]) == (4, 2, [2, 2])
     assert result["latent_shape"] == [1, 4, 14, 8, 8]
     assert result["predicted"]["step_s_per_stage"] == [0.5, 0.5]

@@ -13,6 +13,7 @@ With N ranks, F frames and a hidden state of X bytes, the convolutions' halo mov
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -103,7 +104,9 @@ class Frames:
         back = [count * batch * width * channels for count in self.counts]
 
         by_frame = hidden_states.view(batch, num_frames, positions, channels).transpose(0, 1)
-        pieces = torch.cat([by_frame[:, :, share].flatten() for share in shares])
+        pieces = hidden_states.new_empty(sum(out))
+        for piece, share in zip(pieces.split(out), shares, strict=True):
+            piece.view(num_frames, batch, -1, channels).copy_(by_frame[:, :, share])
         whole = self.group.all_to_all(pieces, out, back, name).view(frames, batch * width, channels)
         del pieces
         if width:
@@ -112,52 +115,69 @@ class Frames:
                 context = context.unflatten(0, (batch, positions))[:, mine].flatten(0, 1)
             whole = compute(whole, num_frames=frames, encoder_hidden_states=context)
         arrived = self.group.all_to_all(whole.reshape(-1), back, out, name)
-        parts = [part.view(num_frames, batch, -1, channels) for part in arrived.split(out)]
-        return torch.cat(parts, dim=2).transpose(0, 1).reshape(hidden_states.shape)
+        del whole
+        result = torch.empty_like(hidden_states)
+        by_frame = result.view(batch, num_frames, positions, channels).transpose(0, 1)
+        for part, share in zip(arrived.split(out), shares, strict=True):
+            by_frame[:, :, share] = part.view(num_frames, batch, -1, channels)
+        return result
 
     def resnet(self, block: Any, name: str, input_tensor: Tensor, temb: Tensor) -> Tensor:
         """(B, C, f, H, W) and the time's embedding (B, f, D) -> (B, C', f, H, W)."""
         hidden = input_tensor.clone(memory_format=torch.contiguous_format)
-        hidden = F.silu(self.normalise(block.norm1, hidden, name), inplace=True)
-        hidden = self.convolve(block.conv1, hidden, name)
+        hidden = self.convolve(block.norm1, block.conv1, hidden, name)
         if block.time_emb_proj is not None:
             hidden += block.time_emb_proj(block.nonlinearity(temb)).transpose(1, 2)[..., None, None]
-        hidden = F.silu(self.normalise(block.norm2, hidden, name), inplace=True)
-        hidden = self.convolve(block.conv2, hidden, name)
+        hidden = self.convolve(block.norm2, block.conv2, hidden, name)
         if block.conv_shortcut is not None:
             input_tensor = block.conv_shortcut(input_tensor)
         return input_tensor + hidden
 
-    def convolve(self, conv: nn.Conv3d, hidden: Tensor, name: str) -> Tensor:
-        """A (3, 1, 1) convolution, own frames between zeros at first; what the neighbours' edges add comes on top."""
-        arrived = self.group.swap_edges(hidden[:, :, 0], hidden[:, :, -1], name)
-        result = conv(hidden)
-        before, after = arrived()
+    def convolve(self, norm: nn.GroupNorm, conv: nn.Conv3d, hidden: Tensor, name: str) -> Tensor:
+        """Group norm (in place), SiLU and a (3, 1, 1) convolution over all frames.
+
+        The edges are sent as they are: they travel while the statistics are gathered and the own frames, between
+        zeros, convolved. What the neighbours' edges add comes on top.
+        """
+        arriving = self.group.swap_edges(hidden[:, :, 0].clone(), hidden[:, :, -1].clone(), name)
+        activate = self.normalisation(norm, hidden, name)
+        result = conv(activate(hidden))
+        before, after = arriving()
         if before is not None:
-            result[:, :, 0] += F.conv2d(before, conv.weight[:, :, 0])
+            result[:, :, 0] += _pointwise(conv.weight[:, :, 0], activate(before))
         if after is not None:
-            result[:, :, -1] += F.conv2d(after, conv.weight[:, :, 2])
+            result[:, :, -1] += _pointwise(conv.weight[:, :, 2], activate(after))
         return result
 
-    def normalise(self, norm: nn.GroupNorm, hidden: Tensor, name: str) -> Tensor:
-        """Group norm over all frames, in place on contiguous own ones.
+    def normalisation(self, norm: nn.GroupNorm, hidden: Tensor, name: str) -> Callable[[Tensor], Tensor]:
+        """Group norm over all frames and SiLU, in place, as a function for own frames and for others' edges.
 
-        Each rank gives the mean and the sum of squares about it, M2; combined as in Chan, Golub and LeVeque, 1979. The
-        values are centred on the own mean first, so that no large numbers cancel.
+        Each rank gives the mean and the sum of squares about it, M2; combined as in Chan, Golub and LeVeque, 1979.
+        Sums of what was centred beforehand: no large numbers cancel.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         values = hidden.view(hidden.shape[0], norm.num_groups, -1)
-        centre = values.mean(-1, keepdim=True)
-        values -= centre
-        count, rest = values.shape[-1], values.sum(-1, keepdim=True, dtype=wide) / values.shape[-1]
-        squares = torch.linalg.vector_norm(values, dim=-1, keepdim=True, dtype=wide).square() - count * rest.square()
+        count, centre = values.shape[-1], values.mean(-1, keepdim=True)
+        centred = values - centre
+        rest = centred.sum(-1, keepdim=True, dtype=wide) / count
+        squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True, dtype=wide).square() - count * rest.square()
+        del centred
         means, m2 = self.group.all_gather(torch.stack([centre + rest, squares]), name, "statistics").unbind(1)
         mean = (self.weights * means).sum(0)
         total = count // self.counts[self.group.rank] * sum(self.counts)
         variance = m2.sum(0) / total + (self.weights * (means - mean).square()).sum(0)
         scale = torch.rsqrt(variance + norm.eps) * norm.weight.view(norm.num_groups, -1)
-        shift = (centre - mean) * scale + norm.bias.view(norm.num_groups, -1)
-        by_channel = hidden.view(*hidden.shape[:2], -1)
-        by_channel *= scale.view(*hidden.shape[:2], 1).to(hidden.dtype)
-        by_channel += shift.view(*hidden.shape[:2], 1).to(hidden.dtype)
-        return hidden
+        shift = norm.bias.view(norm.num_groups, -1) - mean * scale
+        scale, shift = (one.view(len(hidden), -1, 1).to(hidden.dtype) for one in (scale, shift))
+
+        def activate(frames: Tensor) -> Tensor:
+            flat = frames.view(*scale.shape[:2], -1)
+            flat.mul_(scale).add_(shift)
+            return F.silu(frames, inplace=True)
+
+        return activate
+
+
+def _pointwise(weight: Tensor, frame: Tensor) -> Tensor:
+    """A convolution of one point: weight (C', C, 1, 1), frame (B, C, H, W) -> (B, C', H, W)."""
+    return torch.matmul(weight.flatten(1), frame.flatten(2)).unflatten(-1, frame.shape[2:])

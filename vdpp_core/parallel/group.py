@@ -60,7 +60,7 @@ class Group:
         self.sent[layer, "halo"] += first.nbytes * has_before + last.nbytes * has_after
         before = torch.empty_like(first) if has_before else None
         after = torch.empty_like(last) if has_after else None
-        wait = self._swap_edges(first.contiguous(), last.contiguous(), before, after)
+        wait = self._swap_edges(first, last, before, after)
 
         def arrived() -> Edges:
             wait()
