@@ -52,8 +52,8 @@ CASES = {  # name: (ranks, arguments); all cases with the same number of ranks s
 
 WHOLE = {"total_steps": 25, "num_frames": 14}
 LOCKSTEP = {  # the same for layouts with cfg and frames; (ranks, arguments, tolerance)
-    "frames 2": (2, WHOLE | {"parallel": {"frames": 2}}, 1e-4),
-    "cfg 2": (2, WHOLE | {"parallel": {"cfg": 2}}, 1e-4),
+    "frames 2": (2, WHOLE | {"parallel": {"frames": 2}, "compare_official": True}, 1e-4),
+    "cfg 2": (2, WHOLE | {"parallel": {"cfg": 2}, "compare_official": True}, 1e-4),
     "frames 2, odd": (2, QUICK | {"parallel": {"frames": 2}, "height": 72, "width": 128, "num_samples": 2}, 1e-5),
     "frames 2, shortcuts": (2, QUICK | {"parallel": {"frames": 2}, "shortcuts": True, "num_samples": 2}, 1e-5),
     "frames 2, shortcuts, another image": (
@@ -129,6 +129,8 @@ def test_latents_of_a_lockstep_group_are_close_to_the_official_pipelines(name, r
         latents, expected = runfolder.load_latents(folder, sample), official(config, sample)
         assert latents.shape == config.shape
         assert ((latents - expected).norm() / expected.norm()).item() <= tolerance, f"sample {sample}"
+    if config.compare_official:
+        assert result["official"]["max_frame_difference"] <= 1  # of 255
 
 
 @pytest.mark.parametrize("name", sorted(RUNS, key=lambda name: RUNS[name][0]))

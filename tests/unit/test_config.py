@@ -194,3 +194,42 @@ def test_the_mesh_is_counted_replica_by_replica():
     assert layout.world_size == 6
     assert [layout.place(rank)[:2] for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert RunConfig(total_steps=7, parallel=layout).stages() == [range(0, 3), range(3, 5), range(5, 7)]
+
+
+def test_a_lockstep_group_is_innermost():
+    layout = Parallel(dp=2, pp=2, cfg=2, frames=3, fsdp=True)
+    assert (layout.world_size, layout.lockstep, layout.shards) == (24, 6, 12)
+    assert [layout.rank(*layout.place(rank)) for rank in range(24)] == list(range(24))
+    assert [tuple(layout.place(rank)) for rank in (0, 5, 6, 12, 23)] == [
+        (0, 0, 0),
+        (0, 0, 5),
+        (0, 1, 0),
+        (1, 0, 0),
+        (1, 1, 5),
+    ]
+    assert str(layout) == "dp 2 × pp 2 × cfg 2 × frames 3 × fsdp"
+
+
+@pytest.mark.parametrize(
+    ("axes", "arguments", "line"),
+    [
+        ({"frames": 6}, {"num_frames": 5}, "frames 6: must be at most num_frames, 5"),
+        ({"cfg": 2}, {"guidance_scale": 1.0}, "cfg 2: buys nothing without guidance, which has one pass: "),
+        ({"frames": 2}, {"model": "dummy"}, "frames 2: not with model dummy: only a spatio-temporal UNet"),
+    ],
+)
+def test_a_lockstep_group_that_cannot_be_is_refused(axes, arguments, line):
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(parallel=axes, **arguments)
+    assert str(caught.value).startswith(line)
+
+
+def test_shortcuts_are_for_svd():
+    with pytest.raises(ConfigError, match=r"^shortcuts True: not with model dummy"):
+        RunConfig(model="dummy", shortcuts=True)
+
+
+def test_with_cfg_2_each_rank_has_one_pass():
+    sequential = RunConfig(guidance_mode="sequential", parallel=Parallel())
+    assert sequential.sequential
+    assert not sequential.replace(parallel=Parallel(cfg=2)).sequential

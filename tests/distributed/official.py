@@ -1,0 +1,58 @@
+"""Under torchrun on two ranks: diffusers' own pipeline before and after `pipe.unet = parallelize(…)`, for two images.
+
+Prints as JSON, for each rank and image, the relative error of the latents and the largest difference of decoded frames
+in grey levels of 255.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from diffusers import StableVideoDiffusionPipeline
+from PIL import Image, ImageOps
+
+import vdpp_core
+from vdpp_core import Parallel
+from vdpp_core.config import EXAMPLE_IMAGE, MODELS
+
+
+def generate(pipeline: Any, image: Image.Image, steps: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Latents, and the frames that they decode to, in grey levels."""
+    generator = torch.Generator().manual_seed(7)
+    size = {"height": 64, "width": 64, "num_frames": 14, "num_inference_steps": steps}
+    latents = pipeline(image, generator=generator, output_type="latent", **size).frames
+    with torch.no_grad():
+        frames = pipeline.decode_latents(latents, 14)
+    return latents, pipeline.video_processor.postprocess_video(frames, output_type="np") * 255
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pipe = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"])
+    pipe.set_progress_bar_config(disable=True)
+    ball = Image.open(EXAMPLE_IMAGE).convert("RGB")
+    images = {25: ball, 5: ImageOps.invert(ball)}  # steps: image
+    alone = [generate(pipe, image, steps) for steps, image in images.items()]
+    mesh = Parallel(**json.loads(sys.argv[1])).mesh("cpu")
+    pipe.unet = vdpp_core.parallelize(pipe.unet, mesh)
+    found = []
+    for (steps, image), (latents, frames) in zip(images.items(), alone, strict=True):
+        split_latents, split_frames = generate(pipe, image, steps)
+        error = (split_latents - latents).norm() / latents.norm()
+        levels = np.abs(np.round(split_frames) - np.round(frames)).max()
+        found.append({"latents": error.item(), "grey_levels": float(levels)})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        print(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
