@@ -16,7 +16,9 @@ from launch import Job, Sweep, attach, jobs, start, sweep
 from vdpp_core import cli
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
-from vdpp_core.layout import Parallel
+from vdpp_core.layout import AXES, Parallel
+
+LAYOUTS = (*AXES, "fsdp")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,7 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     sweeping = action("sweep", _sweep, "run numbers of ranks and layouts one after another; print the table")
     sweeping.add_argument("--ranks", required=True, metavar="N,N,…", help="numbers of ranks")
     sweeping.add_argument(
-        "--layouts", default="pp,dp", metavar="pp,dp,fsdp", help="which of step pipeline, data parallel, sharded"
+        "--layouts",
+        default="pp,dp",
+        metavar=",".join(LAYOUTS),
+        help="which of step pipeline, data parallel, guidance (times frames above 2 ranks), frames, sharded",
     )
     sweeping.add_argument("--repeats", type=int, default=1, metavar="N", help="times each, interleaved")
     cli.add_run_commands(sweeping)
@@ -70,7 +75,7 @@ def _start(arguments: argparse.Namespace) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
-    for axis in ("dp", "pp", "fsdp"):
+    for axis in (*AXES, "fsdp"):
         if given := getattr(arguments, axis):
             raise ConfigError(axis, given, f"not in a sweep, which takes --ranks and --layouts {axis}")
     configs = _layouts(arguments, _whole_numbers("ranks", arguments.ranks))
@@ -86,7 +91,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         table = running.wait()
     except KeyboardInterrupt:
         table = running.stop()
-    _print_table(table.drop(columns=["run_id", "dp", "pp", "fsdp"]), arguments.json)
+    _print_table(table.drop(columns=["run_id", *AXES, "fsdp"]), arguments.json)
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:
@@ -97,18 +102,25 @@ def _whole_numbers(name: str, text: str) -> list[int]:
 
 
 def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunConfig]:
-    axes = arguments.layouts.split(",")
-    if not set(axes) <= {"pp", "dp", "fsdp"}:
-        raise ConfigError("layouts", arguments.layouts, "must be pp, dp, fsdp or several of them, separated by commas")
-    made = {
-        "pp": lambda ranks: Parallel(pp=ranks),
-        "dp": lambda ranks: Parallel(dp=ranks),
-        "fsdp": lambda ranks: Parallel(dp=ranks, fsdp=ranks > 1 or axes == ["fsdp"]),
-    }
-    layouts = {made[axis](number) for number in ranks for axis in axes}
+    names = arguments.layouts.split(",")
+    if not set(names) <= set(LAYOUTS):
+        allowed = f"must be {', '.join(LAYOUTS)} or several of them, separated by commas"
+        raise ConfigError("layouts", arguments.layouts, allowed)
+    layouts = {_layout(name, number, alone=names == ["fsdp"]) for number in ranks for name in names}
     base = cli.without_layout(arguments)
-    ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.dp, layout.fsdp))
+    ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.fsdp, *(getattr(layout, a) for a in AXES)))
     return [base.replace(parallel=layout) for layout in ordered]
+
+
+def _layout(name: str, ranks: int, alone: bool) -> Parallel:
+    """The layout of that name on so many ranks. On one rank all are the same, but for FSDP, if that is all there is."""
+    if name == "cfg" and ranks > 1:
+        if ranks % 2:
+            raise ConfigError("layouts", name, f"needs even numbers of ranks, not {ranks}")
+        return Parallel(cfg=2, frames=ranks // 2)
+    if name == "fsdp":
+        return Parallel(dp=ranks, fsdp=ranks > 1 or alone)
+    return Parallel(**({name: ranks} if ranks > 1 else {}))
 
 
 def _status(arguments: argparse.Namespace) -> None:

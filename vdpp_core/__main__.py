@@ -1,4 +1,4 @@
-"""The commands, alone or under torchrun: python -m vdpp_core simulate | benchmark | generate | memory | run."""
+"""The commands, alone or under torchrun: python -m vdpp_core simulate | benchmark | generate | memory | peers | run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vdpp_core.mesh import Ranks, agree
 from vdpp_core.replay import PARTS
 
 MEMORY = "peak memory of a rank, predicted without a GPU, weights or a run"
+PEERS = "diffusers, accelerate, torch's pipelining and ours, side by side on the same samples; two a rank by default"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,17 +34,20 @@ def main(argv: list[str] | None = None) -> None:
             return
         if arguments.command == "run":
             _each_once(arguments.folder)
-            folders = [_prepared(folder, ranks) for folder in arguments.folder]
+            work = [partial(_execute, _prepared(folder, ranks), ranks) for folder in arguments.folder]
+        elif arguments.command == "peers":
+            folder, *work = _new_comparison(arguments, argv, ranks)
         else:
-            folders = [_new_run(arguments, argv, ranks)]
+            folder = _new_run(arguments, argv, ranks)
+            work = [partial(_execute, folder, ranks)]
     except ConfigError as error:
         if ranks.rank == 0:
             cli.fail(error.as_flag())
         raise SystemExit(2) from None
     _quiet()
     try:
-        for folder in folders:
-            _execute(folder, ranks)
+        for part in work:
+            part()
     except OutOfMemoryError as error:
         print(f"rank {ranks.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -51,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.flush()
         os._exit(1)  # a communicator that lost its peer may never let the interpreter end
     if ranks.rank == 0 and arguments.command != "run":
-        _show(folders[0], as_json=arguments.json)
+        (_show_comparison if arguments.command == "peers" else _show)(folder, as_json=arguments.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_run_flags(predicting)
     predicting.add_argument("--world-size", metavar="N", help="ranks")
     predicting.add_argument("--capacity-gib", type=float, metavar="GIB", help="of a device; what would fit")
+    comparing = commands.add_parser("peers", help=PEERS, description=PEERS)
+    cli.add_run_flags(comparing)
+    comparing.add_argument("--world-size", metavar="N", help="ranks; default 2, or torchrun's")
+    comparing.add_argument("--repeats", metavar="N", help="of every variant, in alternating order; default 3")
     run = commands.add_parser("run", help="execute prepared run folders one after another, under torchrun")
     run.add_argument("folder", nargs="+", type=Path)
     return parser
@@ -70,11 +79,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Path:
     """Check everything, then make the run folder; all ranks know its place."""
-    wanted = _whole_number("world_size", arguments.world_size, ranks.world_size)
-    if ranks.under_torchrun and wanted != ranks.world_size:
-        raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
+    wanted, local_ranks = _wanted(arguments, ranks, alone=1)
     config = cli.run_config(arguments, wanted)
-    local_ranks = ranks.local_world_size if ranks.under_torchrun else wanted
     machine.check(config, local_ranks)
     if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by who goes on to run
         cli.warn(memory.before_start(config, local_ranks))
@@ -82,6 +88,42 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
         runfolder.check_place(config)
         _become_torchrun(wanted, argv)
     return Path(agree(ranks, lambda: str(runfolder.create(config))))
+
+
+def _new_comparison(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> tuple[Path, partial[None]]:
+    """Check everything, then make the folder; and the work in it, for all ranks to do."""
+    from vdpp_core import peers_report  # the other commands do not need what it imports
+
+    wanted, local_ranks = _wanted(arguments, ranks, alone=2)
+    repeats = _whole_number("repeats", arguments.repeats, 3)
+    config = peers_report.configuration(vars(arguments), wanted, local_ranks)
+    machine.check(config, local_ranks)
+    if not ranks.under_torchrun:
+        peers_report.place(config)
+        _become_torchrun(wanted, argv)
+    runs = peers_report.plan(peers_report.variants(config, wanted), repeats)
+    folder = Path(agree(ranks, lambda: str(peers_report.prepare(config, runs))))
+    return folder, partial(_compare, config.replace(output_dir=folder), runs, ranks)
+
+
+def _compare(*arguments: Any) -> None:
+    from vdpp_core.peers import measure  # after the arguments were checked: it takes seconds to import
+
+    measure(*arguments)
+
+
+def _show_comparison(folder: Path, as_json: bool) -> None:
+    from vdpp_core.peers_report import shown
+
+    print(shown(folder, as_json))
+
+
+def _wanted(arguments: argparse.Namespace, ranks: Ranks, alone: int) -> tuple[int, int]:
+    """How many ranks in all and on this machine; `alone`: where neither torchrun nor --world-size says so."""
+    wanted = _whole_number("world_size", arguments.world_size, ranks.world_size if ranks.under_torchrun else alone)
+    if ranks.under_torchrun and wanted != ranks.world_size:
+        raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
+    return wanted, ranks.local_world_size if ranks.under_torchrun else wanted
 
 
 def _memory(arguments: argparse.Namespace) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
 
 
+FAR_FROM_THE_NOISE = 2**32  # from the seeds of a run's samples
+
+
 @dataclass
 class Conditioning:
     """The conditioning of a replica's samples. G is 2 with guidance (the unconditional half first), else 1.
@@ -43,6 +46,10 @@ class Conditioning:
             torch.empty(batch, 3, device=device, dtype=dtype),
         )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.image_embeddings.dtype
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.image_embeddings, self.image_latents, self.added_time_ids
 
@@ -52,11 +59,16 @@ def generators(config: RunConfig, samples: Sequence[int]) -> list[torch.Generato
     return [torch.Generator().manual_seed(config.seed + sample) for sample in samples]
 
 
-def synthetic(config: RunConfig, room: Conditioning) -> Conditioning:
-    """Conditioning of the right shapes from the run's seed, for benchmarks without an image."""
+def synthetic(config: RunConfig, room: Conditioning, samples: Sequence[int]) -> Conditioning:
+    """Conditioning of the right shapes from the run's seed, for benchmarks without an image.
+
+    A sample has the same in every layout: its image latents come from a generator of its own, not that of its noise.
+    """
     generator = torch.Generator().manual_seed(config.seed)
-    for tensor in room.tensors()[:2]:
-        tensor.copy_(randn_tensor(tensor.shape, generator=generator, dtype=tensor.dtype))
+    room.image_embeddings.copy_(randn_tensor(room.image_embeddings.shape, generator=generator, dtype=room.dtype))
+    for latents, sample in zip(room.image_latents, samples or range(1), strict=True):
+        generator.manual_seed(config.seed + sample + FAR_FROM_THE_NOISE)
+        latents.copy_(randn_tensor(latents.shape, generator=generator, dtype=room.dtype))
     ids = [config.fps - 1, config.motion_bucket_id, config.noise_aug_strength]
     room.added_time_ids.copy_(torch.tensor([ids]))
     return room

@@ -175,25 +175,20 @@ class RunConfig(Frozen):
         if self.attention_slicing:
             allowed = "SVD's UNet has none, and its attention is fused: use guidance_mode sequential, forward_chunking"
             raise ConfigError("attention_slicing", True, allowed)
-        if self.chunked and self.model == "dummy":
-            name = "forward_chunking" if self.forward_chunking else "enable_memory_opt"
-            raise ConfigError(name, True, "not with model dummy, which has no feed-forward layers")
-        if self.shortcuts and self.model == "dummy":
-            raise ConfigError("shortcuts", True, "not with model dummy, which has no layers that they concern")
+        for name in ("forward_chunking", "enable_memory_opt", "shortcuts"):
+            if getattr(self, name) and self.model == "dummy":
+                raise ConfigError(name, True, "not with model dummy, which has no layers that this concerns")
 
     def _check_layout(self, parallel: Parallel) -> None:
         if parallel.pp > self.total_steps:
             raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
         if parallel.cfg > 1 and self.guidance_scale <= 1:
-            raise ConfigError(
-                "cfg", parallel.cfg, "buys nothing without guidance, which has one pass: guidance_scale above 1"
-            )
+            raise ConfigError("cfg", 2, "buys nothing without guidance, which has one pass: guidance_scale above 1")
         if parallel.frames > self.shape[2]:
             raise ConfigError("frames", parallel.frames, f"must be at most num_frames, {self.shape[2]}")
         if parallel.frames > 1 and self.model == "dummy":
-            raise ConfigError(
-                "frames", parallel.frames, "not with model dummy: only a spatio-temporal UNet splits by frames"
-            )
+            allowed = "not with model dummy: only a spatio-temporal UNet splits by frames"
+            raise ConfigError("frames", parallel.frames, allowed)
         for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
             if getattr(self, name) and not parallel.fsdp:
                 raise ConfigError(name, True, "only with fsdp")

@@ -24,7 +24,7 @@ from vdpp_core.limits import Device, OutOfMemoryError
 from vdpp_core.measure import EventLog, MemoryMeter, Stopwatch
 from vdpp_core.mesh import LostRankError, Ranks, World, communication, joined
 from vdpp_core.parallel import fsdp
-from vdpp_core.parallel.parallelize import parallelize
+from vdpp_core.parallel.parallelize import parallelize, sent
 
 Source = Callable[[int], Tensor]
 Sink = Callable[[int, Tensor], None]
@@ -171,7 +171,7 @@ class _Rank:
             self.draws = conditioning.generators(config, self.samples)
         if self.first and world.speaks:
             if synthetic:
-                told = conditioning.synthetic(config, told)
+                told = conditioning.synthetic(config, told, self.samples)
             else:
                 from vdpp_core.unets.svd import load_pipeline
 
@@ -190,10 +190,11 @@ class _Rank:
         """A step of its own on every rank at once (twice: the first one sets up), then the warm-up samples."""
         latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
         for _ in range(2):
+            before = sum(sent(self.unet).values())
             self.stopwatch.start()
             self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
             seconds = self.stopwatch.stop()
-        self.log.write("warm", seconds=seconds)
+        self.log.write("warm", seconds=seconds, sent_bytes=sum(sent(self.unet).values()) - before)
         self.step_s = seconds
         warm_ups = range(-self.config.warmup_samples, 0)
         self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)

@@ -139,6 +139,7 @@ def remedies(config: RunConfig, capacity: float) -> list[str]:
     if len(modes) == 2:
         modes["--enable-memory-opt (both)"] = {"enable_memory_opt": True}
     found = [words for words, change in modes.items() if fit(config.replace(**change), capacity).fits]
+    found += _with_lockstep(config, capacity)
     found += _with_fsdp(config, capacity, "")
     if not found and modes:
         words, change = list(modes.items())[-1]
@@ -150,10 +151,37 @@ def remedies(config: RunConfig, capacity: float) -> list[str]:
     return found
 
 
+def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
+    """Each rank one of the guidance's passes, or a share of the frames: of those the fewest ranks that will do."""
+    layout, frames = config.parallel or Parallel(), config.shape[2]
+    if config.model == "dummy" or layout.lockstep > 1:
+        return []
+    found, changes = [], []
+    if not config.sequential and config.guidance_scale > 1:
+        changes.append({"cfg": 2})
+    peak, most = predict(config), needed(config)
+    enough = (
+        ranks
+        for ranks in range(2, min(MOST_RANKS, frames) + 1)
+        if most - (peak.total - peak.parameters) * (1 - -(-frames // ranks) / frames) < capacity
+    )
+    if (fewest := next(enough, None)) is not None:
+        changes += [{"frames": ranks} for ranks in range(fewest, min(fewest + 2, MOST_RANKS, frames) + 1)]
+    for change in changes:
+        more = Parallel(**(layout.model_dump() | change))
+        if fit(config.replace(parallel=more, fsdp_same_sample=False), capacity).fits:
+            (axis, size), *_ = change.items()
+            found.append(f"--{axis} {size} on {more.world_size} ranks")
+            if axis == "frames":
+                break
+    return found
+
+
 def _with_fsdp(config: RunConfig, capacity: float, words: str) -> list[str]:
-    stages = config.parallel.pp if config.parallel else 1
-    for ranks in range(_shards(config) + 1, MOST_RANKS + 1):
-        layout = Parallel(dp=ranks, pp=stages, fsdp=True)
+    own = config.parallel or Parallel()
+    fewest = own.dp + 1 if own.fsdp else 1 if own.lockstep > 1 else 2
+    for replicas in range(fewest, MOST_RANKS // own.lockstep + 1):
+        layout = Parallel(dp=replicas, pp=own.pp, cfg=own.cfg, frames=own.frames, fsdp=True)
         if fit(config.replace(parallel=layout), capacity).fits:
             return [f"{words}--fsdp on {layout.world_size} ranks"]
     return []
@@ -187,14 +215,14 @@ def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
 
 
 def _decoding(config: RunConfig) -> trace.Trace:
-    return trace.decoding(_alike(config).replace(decode_chunk_size=config.decode_chunk_size), machine.dtype(config))
+    return trace.decoding(alike(config).replace(decode_chunk_size=config.decode_chunk_size), machine.dtype(config))
 
 
 def _step(config: RunConfig) -> trace.Trace:
-    return trace.step(_alike(config), machine.dtype(config))
+    return trace.step(alike(config), machine.dtype(config))
 
 
-def _alike(config: RunConfig) -> RunConfig:
+def alike(config: RunConfig) -> RunConfig:
     """The same for all runs that allocate the same on a rank."""
     fields = ("model", "model_id", "guidance_scale", "min_guidance_scale", "shortcuts")
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,9 @@ from vdpp_core.limits import is_out_of_memory
 
 # Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
 _PATIENCE = timedelta(days=7)
+_POLL_S = 0.05  # of those who wait for the work of a few
+
+T = TypeVar("T")
 
 
 class LostRankError(RuntimeError):
@@ -71,6 +76,25 @@ def agree(ranks: Ranks, decide: Callable[[], str], subject: str = "run folder") 
     if "error" in answer:
         raise ConfigError(*answer["error"])
     return answer["decided"]
+
+
+def first_ones(ranks: Ranks, number: int, subject: str, work: Callable[[Ranks], T]) -> T | None:
+    """Have the first `number` ranks work as a world of their own; the others sleep until rank 0 is done.
+
+    Unlike a barrier this needs no process group, so that the work may make one, and no core of those who wait.
+
+    Returns:
+        What the work gave this rank; None to a rank that had none.
+    """
+    store, given = _store(ranks), None
+    if ranks.rank < number:
+        some = replace(ranks, world_size=number, local_world_size=min(number, ranks.local_world_size))
+        given = work(some)
+    if ranks.rank == 0:
+        store.set(subject, "done")
+    while not store.check([subject]):
+        time.sleep(_POLL_S)
+    return given
 
 
 @functools.cache
@@ -124,16 +148,21 @@ def merged(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     return mesh[axes]._flatten("_".join(axes))
 
 
+def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
+    """The device of this rank: the one that was asked for, or on CUDA that of its number on this machine."""
+    kind = machine.device_type(config)
+    device = torch.device(config.device if ":" in config.device else kind)
+    return torch.device("cuda", ranks.local_rank) if kind == "cuda" and device.index is None else device
+
+
 @contextmanager
 def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
     """Join the ranks of a run and leave them at the end. One rank without torchrun makes a group of its own.
 
     The caller's number of threads is put back at the end, since one rank may run inside somebody's notebook.
     """
-    kind = machine.device_type(config)
-    device = torch.device(config.device if ":" in config.device else kind)
-    if kind == "cuda":
-        device = device if device.index is not None else torch.device("cuda", ranks.local_rank)
+    device = device_of(config, ranks)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     threads_before = torch.get_num_threads()
     threads = config.threads or max(1, machine.cores() // ranks.local_world_size)
@@ -143,7 +172,7 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
         dist.init_process_group(
             machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=_PATIENCE
         )
-        mesh = config.layout.mesh("cuda" if kind == "cuda" else "cpu")
+        mesh = config.layout.mesh("cuda" if device.type == "cuda" else "cpu")
         yield World(
             ranks.rank,
             ranks.world_size,

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from vdpp_core.layout import Parallel
+from vdpp_core.layout import AXES, Parallel
 from vdpp_core.schedule import Span
 
 COLOURS = {
@@ -28,7 +28,14 @@ COLOURS = {
     "1 rank": "#777777",
 }
 MARKERS = {"dp": "o", "pp": "s", "cfg": "^", "frames": "D", "fsdp": "P", "1 rank": "x"}
-NAMES = {"pp": "step pipeline (pp)", "dp": "data parallel (dp)", "fsdp": "sharded (fsdp)", "1 rank": "one rank"}
+NAMES = {
+    "pp": "step pipeline (pp)",
+    "dp": "data parallel (dp)",
+    "cfg": "guidance (cfg)",
+    "frames": "frames",
+    "fsdp": "sharded (fsdp)",
+    "1 rank": "one rank",
+}
 
 
 def use_theme() -> None:
@@ -38,12 +45,11 @@ def use_theme() -> None:
 
 
 def axis_of(layout: Parallel) -> str:
-    """Which colour a layout has: sharding, or its largest axis, the step pipeline before data parallel."""
+    """Which colour a layout has: its largest axis, of equal ones frames, cfg, pp, dp; sharding where that is dp."""
     if layout.world_size == 1:
         return "1 rank"
-    if layout.fsdp:
-        return "fsdp"
-    return "pp" if layout.pp >= layout.dp else "dp"
+    axis = max(reversed(AXES), key=lambda axis: getattr(layout, axis))
+    return "fsdp" if layout.fsdp and axis == "dp" else axis
 
 
 def new_figure(panels: tuple[int, int], size: tuple[float, float], title: str, small_print: str) -> tuple[Figure, Any]:
@@ -129,8 +135,7 @@ def _dotted(panel: Axes, series: pd.Series, axis: str, label: str) -> None:
 
 def _series(table: pd.DataFrame, axis: str, column: str) -> pd.Series:
     """A column's median over repeats against the ranks, for pure layouts of one axis; one rank belongs to both."""
-    other = "dp" if axis == "pp" else "pp"
-    pure = table[(table[other] == 1) & ~table["fsdp"] & (table["outcome"] == "ok")]
+    pure = table[(table[axis] == table["ranks"]) & ~table["fsdp"] & (table["outcome"] == "ok")]
     return pure.groupby("ranks")[column].median().dropna()
 
 

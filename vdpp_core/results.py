@@ -55,6 +55,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     spans = [span for span in measured_spans(events) if span.sample in finished]
     started = {event["rank"]: event for event in events if event["kind"] == "start"}
     memory = {event["rank"]: event["memory"] for event in events if event["kind"] == "done"}
+    sent = {event["rank"]: event["sent_bytes"] / 1e9 for event in events if "sent_bytes" in event}
     peaks = [memory[rank]["allocated_gb"] for rank in sorted(memory)]
     return {
         "run_id": folder.name,
@@ -71,6 +72,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         **_waits(events, layout),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
+        "lockstep_gb_per_step_per_rank": [sent[rank] for rank in sorted(sent)],
         "memory_per_rank": [memory[rank] for rank in sorted(memory)],
         "predicted": _predicted(config, events),
         **_videos(events, config),

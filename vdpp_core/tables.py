@@ -12,6 +12,7 @@ import pandas as pd
 
 from vdpp_core import machine, runfolder
 from vdpp_core.config import RunConfig
+from vdpp_core.layout import AXES
 
 
 def table(folders: Sequence[Path]) -> pd.DataFrame:
@@ -26,8 +27,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "run_id": result["run_id"],
                 "layout": str(config.layout),
                 "ranks": result["world_size"],
-                "dp": config.layout.dp,
-                "pp": config.layout.pp,
+                **{axis: getattr(config.layout, axis) for axis in AXES},
                 "fsdp": config.layout.fsdp,
                 "model": config.model_id or config.model,
                 "total_steps": config.total_steps,
@@ -39,6 +39,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "first_sample_time_s": result.get("first_sample_time_s"),
                 "latency_s": median(result["latency_s"]) if result.get("latency_s") else None,
                 "interval_s": fmean(result["interval_s"]) if result.get("interval_s") else None,
+                "sent_gb_per_step": max(result.get("lockstep_gb_per_step_per_rank") or [0.0]),
                 "bubble": result.get("bubble"),
                 "limit_gib": float("nan") if config.memory_limit_gib is None else config.memory_limit_gib,
                 "max_peak_memory_gb": result["max_peak_memory_gb"],

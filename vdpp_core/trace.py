@@ -136,9 +136,10 @@ def _unit(name: str, parameters: list[Tensor]) -> Unit:
     return Unit(name, tuple(shapes))
 
 
-def rehearse(unet: Any, layout: Parallel) -> dict[str, Group]:
-    """Have a UNet on the meta device compute what the first rank of a lockstep group does; axis -> what it says."""
-    groups = {axis: Group(size) for axis in ("cfg", "frames") if (size := getattr(layout, axis)) > 1}
+def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
+    """Have a UNet on the meta device compute what a member of a lockstep group does; axis -> what it says there."""
+    place = dict(zip(("cfg", "frames"), divmod(member, layout.frames), strict=True))
+    groups = {axis: Group(size, place[axis]) for axis in place if (size := getattr(layout, axis)) > 1}
     lockstep.split(unet, groups)
     return groups
 

@@ -68,6 +68,23 @@ def _as_seen(config: RunConfig) -> Image.Image:
     return media.read_image(config.image_path, config.image_size).resize(config.image_size, Image.Resampling.LANCZOS)
 
 
+def official_arguments(config: RunConfig) -> dict[str, Any]:
+    """What `StableVideoDiffusionPipeline` is called with, but for image, generator and what should come out."""
+    return {
+        "height": config.image_size[1],
+        "width": config.image_size[0],
+        "num_frames": config.shape[2],
+        "num_inference_steps": config.total_steps,
+        "min_guidance_scale": config.min_guidance_scale,
+        "max_guidance_scale": config.guidance_scale,
+        "fps": config.fps,
+        "motion_bucket_id": config.motion_bucket_id,
+        "noise_aug_strength": config.noise_aug_strength,
+        "decode_chunk_size": config.decode_chunk_size,
+        "num_videos_per_prompt": config.shape[0],
+    }
+
+
 class Official:
     """`StableVideoDiffusionPipeline` with the run's arguments."""
 
@@ -86,17 +103,7 @@ class Official:
 
         frames = self.pipeline(
             self.image,
-            height=config.image_size[1],
-            width=config.image_size[0],
-            num_frames=config.shape[2],
-            num_inference_steps=config.total_steps,
-            min_guidance_scale=config.min_guidance_scale,
-            max_guidance_scale=config.guidance_scale,
-            fps=config.fps,
-            motion_bucket_id=config.motion_bucket_id,
-            noise_aug_strength=config.noise_aug_strength,
-            decode_chunk_size=config.decode_chunk_size,
-            num_videos_per_prompt=config.shape[0],
+            **official_arguments(config),
             generator=generators(config, [sample])[0],
             output_type="np",
             callback_on_step_end=keep,

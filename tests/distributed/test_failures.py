@@ -82,7 +82,15 @@ def assert_no_rank_is_left(folder, ranks=2):
 
 
 @pytest.mark.parametrize(
-    ("rank", "parallel"), [(0, Parallel(pp=2)), (1, Parallel(pp=2)), (1, Parallel(dp=2, fsdp=True))], ids=str
+    ("rank", "parallel"),
+    [
+        (0, Parallel(pp=2)),
+        (1, Parallel(pp=2)),
+        (1, Parallel(dp=2, fsdp=True)),
+        (0, Parallel(frames=2)),
+        (1, Parallel(cfg=2)),
+    ],
+    ids=str,
 )
 def test_a_rank_is_killed(rank, parallel, long_run, torchrun_in_background, wait_until):
     folder = long_run(parallel=parallel)

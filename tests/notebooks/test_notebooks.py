@@ -23,6 +23,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "REPEATS": 1,
     },
     "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16]},
+    "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "REPEATS": 1},
     "04_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
     "05_plots": {},
 }
@@ -30,6 +31,7 @@ FIGURES = {
     "00_setup": {"link"},
     "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},
     "02_fsdp_memory": {"memory_published", "memory_remedies", "memory_slider", "memory_measured"},
+    "03_latency": {"latency_published", "exchanged", "latency_slider", "latency_axes", "claims"},
     "04_quality": {
         "seeds",
         "schedules",

@@ -40,6 +40,8 @@ LAYERS = [
         "vdpp_core.handoff",
         "vdpp_core.parallel.group",
         "vdpp_core.parallel.output",
+        "vdpp_core.peers_plots",
+        "vdpp_core.peers_report",
         "vdpp_core.probe",
         "vdpp_core.results",
         "vdpp_core.tables",
@@ -50,6 +52,7 @@ LAYERS = [
     },
     {
         "vdpp_core.assets.train",
+        "vdpp_core.latency_plots",
         "vdpp_core.parallel",
         "vdpp_core.parallel.collectives",
         "vdpp_core.parallel.frames",
@@ -63,16 +66,17 @@ LAYERS = [
         "vdpp_core.videos",
     },
     {"vdpp_core.assets.judge", "vdpp_core.replay"},
-    {"vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
+    {"vdpp_core.costs", "vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
     {"vdpp_core.engine"},
+    {"vdpp_core.peers"},
     {"vdpp_core.__main__"},
 ]
 WITHOUT_RANKS = {
-    *("cli", "config", "layout", "machine", "memory", "memory_plots", "plots", "replay", "results", "runfolder"),
+    *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
+    *("peers_report", "plots", "replay", "results", "runfolder", "schedule", "steps", "tables", "trace"),
     *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
-    *("schedule", "steps", "tables", "trace"),
 }
-OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh")} | {
+OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "peers")} | {
     f"vdpp_core.parallel.{name}" for name in ("collectives", "fsdp", "parallelize")
 }
 

@@ -9,25 +9,12 @@ import sys
 
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, memory, replay, tables
+from vdpp_core import ConfigError, Parallel, RunConfig, costs, memory, replay, tables
 from vdpp_core.__main__ import main
 from vdpp_core.limits import GIB
 
 PUBLISHED = tables.published()["memory_cfg3_28steps_1sample"]
 CARD_GIB = 23.68
-
-
-def config_of(row):
-    sharded = row["mode"] == "fsdp"
-    return RunConfig(
-        model="svd",
-        random_weights=True,
-        device="cuda",
-        latent_shape=[1, 4, row["frames"], *row["latent_hw"]],
-        guidance_mode="sequential",
-        fsdp_same_sample=sharded,
-        parallel=Parallel(dp=row["gpus"], fsdp=True) if sharded else Parallel(pp=row["gpus"]),
-    )
 
 
 def medium(**more):
@@ -37,12 +24,12 @@ def medium(**more):
 
 @pytest.mark.parametrize("row", [row for row in PUBLISHED if row["outcome"] == "ok"], ids=lambda row: row["id"])
 def test_the_published_peaks(row):
-    assert memory.predict(config_of(row)).total / 1e9 == pytest.approx(row["peak_gb_per_gpu"], rel=0.01)
+    assert memory.predict(costs.published_config(row)).total / 1e9 == pytest.approx(row["peak_gb_per_gpu"], rel=0.01)
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row["id"])
 def test_the_published_outcomes(row):
-    found = memory.fit(config_of(row), CARD_GIB * GIB)
+    found = memory.fit(costs.published_config(row), CARD_GIB * GIB)
     assert found.fits == (row["outcome"] == "ok")
     if "requested_gib" in row:
         assert found.request / GIB == pytest.approx(row["requested_gib"], abs=0.005)
@@ -131,7 +118,7 @@ def test_what_would_make_it_fit_does():
 
 
 def test_what_would_have_brought_the_documents_hardest_row_back():
-    assert memory.remedies(config_of(PUBLISHED[3]), CARD_GIB * GIB)[0] == "--forward-chunking"
+    assert memory.remedies(costs.published_config(PUBLISHED[3]), CARD_GIB * GIB)[0] == "--forward-chunking"
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 5, 8, 8), (2, 4, 14, 40, 72), (1, 4, 50, 9, 16)])
@@ -180,7 +167,7 @@ def test_what_is_said_before_a_start():
 
 def test_a_limit_on_cuda_is_the_allocators():
     """The context comes on top of it."""
-    row = config_of(PUBLISHED[1])
+    row = costs.published_config(PUBLISHED[1])
     allocators = memory.needed(row) / GIB - memory.CONTEXT_GIB
     assert memory.before_start(row.replace(memory_limit_gib=allocators + 0.02), 1) == []
     (line,) = memory.before_start(row.replace(memory_limit_gib=allocators - 0.2), 1)
@@ -220,3 +207,30 @@ def test_the_command_with_a_model_that_is_not_there(tmp_path):
     done = command("--model-id", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(f"error: --model-id {tmp_path}: must be a pipeline's folder")
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 0.58), (4, 0.33)])
+def test_frames_share_out_the_activations(ranks, most):
+    """Of the documents' hardest row, and of the model that is measured in tests/benchmarks/latency.py."""
+    hardest = costs.published_config(PUBLISHED[3])
+    for config in (hardest, medium(latent_shape=(1, 4, 12, 24, 24))):
+        alone, split = (
+            memory.predict(config.replace(parallel=Parallel(frames=number))).activations for number in (1, ranks)
+        )
+        assert split / alone <= most
+
+
+def test_the_hardest_row_on_seven_cards_by_frames():
+    hardest = costs.published_config(PUBLISHED[3])
+    split = memory.predict(hardest.replace(parallel=Parallel(frames=7)))
+    sharded = memory.predict(hardest.replace(parallel=Parallel(frames=7, fsdp=True)))
+    assert split.total / GIB == pytest.approx(5.8, abs=0.1)
+    assert sharded.total / GIB == pytest.approx(3.4, abs=0.1)
+    assert memory.fit(hardest.replace(parallel=Parallel(frames=7)), CARD_GIB * GIB).fits
+    assert "--frames 2 on 2 ranks" in memory.remedies(hardest, CARD_GIB * GIB)
+
+
+def test_each_rank_has_one_pass_with_cfg_2():
+    alone, split = (memory.predict(medium(parallel=Parallel(cfg=size))).activations for size in (1, 2))
+    assert split / alone == pytest.approx(0.5, abs=0.03)
+    assert split == pytest.approx(memory.predict(medium(guidance_mode="sequential")).activations, rel=0.03)

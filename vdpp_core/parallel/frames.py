@@ -54,6 +54,7 @@ class Frames:
         self.shares: list[slice] = []
         self.counts: list[int] = []
 
+    @torch.no_grad()
     def forward(
         self,
         sample: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vdpp_core.parallel.group import Group
@@ -20,6 +21,7 @@ def split(unet: nn.Module, group: Group, patches: Patches) -> None:
     assert group.size == 2
     compute = unet.forward
 
+    @torch.no_grad()
     def forward(
         sample: Tensor,
         timestep: Any,

@@ -30,7 +30,8 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
 
         pipe.unet = vdpp_core.parallelize(pipe.unet, Parallel(cfg=2, frames=2).mesh("cpu"))
 
-    Every rank calls it with the same inputs and gets the same prediction, that of one rank within 1e-5 in fp32.
+    Every rank calls it with the same inputs and gets the same prediction, that of one rank within 1e-5 in fp32. For
+    inference: no gradients come through.
     `restore` takes it back.
 
     Args:
@@ -64,6 +65,9 @@ def restore(unet: Any) -> Any:
 
 
 def sent(unet: Any) -> Counter[tuple[str, str, str]]:
-    """(axis, layer, kind) -> bytes that this rank has sent for a parallelized UNet, see `vdpp_core.parallel.group`."""
-    groups = getattr(unet, APPLIED).groups
+    """(axis, layer, kind) -> bytes that this rank has sent for a UNet's forward passes since it was parallelized.
+
+    The kinds are those of `vdpp_core.parallel.group.Group`; nothing is sent for a UNet that is not parallelized.
+    """
+    groups = getattr(unet, APPLIED).groups if hasattr(unet, APPLIED) else {}
     return Counter({(axis, *key): count for axis, group in groups.items() for key, count in group.sent.items()})
