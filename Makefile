@@ -20,10 +20,11 @@ lint: $(READY) ## ruff (notebooks included) and mypy
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 
-benchmark: $(READY) ## the step pipeline against one rank, the machine's limit and the official pipeline (20 minutes)
+benchmark: $(READY) ## the step pipeline, and splitting one forward pass, against the machine's limit (40 minutes)
 	$(VENV)/python -m tests.benchmarks.step_pipeline
+	$(VENV)/python -m tests.benchmarks.latency
 
-gpu-check: $(READY) ## peak memory on the CUDA devices here: measured, predicted and published (minutes)
+gpu-check: $(READY) ## peak memory on the CUDA devices here, measured, predicted and published; peers (minutes)
 	$(VENV)/python -m tests.gpu.check
 
 $(READY): pyproject.toml constraints.txt

@@ -1,8 +1,8 @@
 """Under torchrun: a UNet before, while and after it is split over the ranks; rank 0 prints JSON.
 
-python -m torch.distributed.run --standalone --nproc_per_node=N -m tests.distributed.lockstep LAYOUT…
-with each LAYOUT the JSON of a Parallel of N ranks. For each, in one process, fp32 and fp64: num_frames 5, 14, 25 and
-latents 9 × 16 and 8 × 8; of those that combine axes, one case.
+python -m torch.distributed.run --standalone --nproc_per_node=N -m tests.distributed.lockstep [--all] LAYOUT…
+with each LAYOUT the JSON of a Parallel of N ranks. For each, in one process, fp32 and fp64: num_frames 5, 14, 25 at
+latents of 9 × 16 or 8 × 8, with --all at both; of those that combine axes one case.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vdpp_core import Parallel
 from vdpp_core.config import MODELS
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
-FRAMES = (5, 14, 25)
-SIZES = ((9, 16), (8, 8))
+ALL = [(frames, size) for frames in (5, 14, 25) for size in ((9, 16), (8, 8))]
+SOME = [(5, (9, 16)), (14, (9, 16)), (25, (8, 8))]
 
 
 def inputs(frames: int, size: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
@@ -41,16 +41,29 @@ def of_rank_0(unet: Any, given: dict[str, Any]) -> torch.Tensor:
     return prediction
 
 
-def errors(layout: Parallel, dtype: torch.dtype) -> dict[str, Any]:
+def is_refused(network: Any, mesh: Any) -> bool:
+    """Whether it is said that a network cannot be split, or not again, before anything was changed."""
+    before = dict(network.__dict__)
+    try:
+        vdpp_core.parallelize(network, mesh)
+    except ValueError:
+        return network.__dict__ == before
+    vdpp_core.restore(network)
+    return False
+
+
+def errors(layout: Parallel, dtype: torch.dtype, several: list[tuple[int, tuple[int, int]]]) -> dict[str, Any]:
     """Relative error of each case, and whether the UNet is afterwards what it was."""
     load = UNetSpatioTemporalConditionModel.from_pretrained
     unet = torch.nn.Module.to(load(MODELS["tiny"], subfolder="unet").eval(), dtype)
     combined = layout.fsdp or layout.world_size > max(layout.frames, layout.cfg)
-    cases = [(14, (9, 16))] if combined else [(frames, size) for frames in FRAMES for size in SIZES]
+    cases = several[1:2] if combined else several
     alone = [of_rank_0(unet, inputs(*case, dtype)) for case in cases]
     before = unet(**inputs(*cases[0], dtype)).sample
     mesh = layout.mesh("cpu")
+    assert is_refused(torch.nn.Linear(1, 1), mesh) == (layout.frames > 1)
     assert vdpp_core.parallelize(unet, mesh, fsdp=layout.fsdp) is unet
+    assert is_refused(unet, mesh)  # a second time
     found = {}
     for (frames, size), expected in zip(cases, alone, strict=True):
         prediction = unet(**inputs(frames, size, dtype), return_dict=False)[0]
@@ -62,12 +75,14 @@ def errors(layout: Parallel, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def main() -> None:
+    several = ALL if sys.argv[1] == "--all" else SOME
+    layouts = [argument for argument in sys.argv[1:] if argument != "--all"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with torch.no_grad():
         results = {
-            argument: {str(dtype): errors(Parallel(**json.loads(argument)), dtype) for dtype in TOLERANCES}
-            for argument in sys.argv[1:]
+            argument: {str(dtype): errors(Parallel(**json.loads(argument)), dtype, several) for dtype in TOLERANCES}
+            for argument in layouts
         }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)

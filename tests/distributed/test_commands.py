@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from vdpp_core import RunConfig, runfolder
+from vdpp_core import Parallel, RunConfig, runfolder
 
 OF_THE_DOCUMENTS = {
     "world_size",
@@ -95,7 +95,7 @@ def test_json(benchmark_on_7):
     assert printed == runfolder.read_result(folder)
     assert set(printed) >= OF_THE_DOCUMENTS | OURS
     assert printed["latent_shape"] == [1, 4, 2, 4, 4]
-    assert printed["parallel"] == {"dp": 1, "pp": 7, "fsdp": False}
+    assert printed["parallel"] == Parallel(pp=7).model_dump()
     of_the_schedule = OF_THE_DOCUMENTS & set(printed["predicted"])
     assert of_the_schedule >= {"first_sample_time_s", "avg_sample_time_s", "throughput_samples_per_s"}
     assert {"makespan_s", "latency_s", "interval_s", "utilisation_per_rank", "bubble"} <= set(printed["predicted"])

@@ -272,10 +272,10 @@ def test_the_same_from_a_terminal(tmp_path: Path, wait_until: WaitUntil):
 
 def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
     flags = ["--total-steps", "4", "--num-samples", "2", "--latent-shape", "1", "4", "2", "8", "8", "--json"]
-    done = launch_command(tmp_path, "sweep", "--ranks", "1,2", "simulate", *flags)
+    done = launch_command(tmp_path, "sweep", "--ranks", "1,2", "--layouts", "pp,dp,cfg", "simulate", *flags)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    assert [row["layout"] for row in rows] == ["1 rank", "pp 2", "dp 2"]
+    assert [row["layout"] for row in rows] == ["1 rank", "cfg 2", "pp 2", "dp 2"]
     assert {row["outcome"] for row in rows} == {"ok"}
 
 

@@ -2,7 +2,7 @@
 
 The full-size UNet with random weights, two steps of one sample a run, since peak memory and seconds of a step are all
 that is wanted. A run that ends for lack of memory is a result; one that ends otherwise makes this command end with 1.
-Nothing else should be using the devices.
+On several devices the second half is `python -m vdpp_core peers`. Nothing else should be using the devices.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,11 @@ Row = dict[str, Any]
 
 COMMAND = "python -m tests.gpu.check"
 FOLDER = Path(__file__).resolve().parents[2] / "figures" / "hardware"
+# bf16: with random weights fp16 may overflow, and latents are compared
+PEERS = [
+    *("--model", "svd", "--random-weights", "--device", "cuda", "--dtype", "bf16", "--total-steps", "8"),
+    *("--latent-shape", "1", "4", "14", "72", "128"),
+]
 PUBLISHED_STEPS = 28
 PUBLISHED: list[Row] = tables.published()["memory_cfg3_28steps_1sample"]
 ONE_RANK = [row for row in PUBLISHED if row["mode"] == "pipeline" and row["gpus"] == 1]
@@ -62,6 +68,7 @@ def candidates(cards: int) -> list[RunConfig]:
             for row in sorted(FSDP, key=lambda row: row["id"])
         ]
         found += [*sharded, sharded[-1].replace(memory_limit_gib=LIMIT_GIB)]
+        found += [too_large.replace(parallel=layout) for layout in (Parallel(frames=cards), Parallel(cfg=2))]
     return found
 
 
@@ -148,7 +155,23 @@ def table(rows: Sequence[Row]) -> str:
     return frame.to_string(index=False, na_rep="–", float_format="{:.4g}".format)
 
 
-def write(folder: Path, rows: Sequence[Row], left_out: Sequence[str], seconds: float, used: float | None) -> Path:
+def peers(cards: int) -> Row | None:
+    """What `python -m vdpp_core peers` tells of so many cards; None where there is one alone, or it failed."""
+    if cards < 2:
+        return None
+    command = [sys.executable, "-m", "vdpp_core", "peers", "--json", "--world-size", str(cards), *PEERS]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return json.loads(done.stdout) if done.returncode == 0 else None
+
+
+def write(
+    folder: Path,
+    rows: Sequence[Row],
+    left_out: Sequence[str],
+    seconds: float,
+    used: float | None,
+    compared: Row | None = None,
+) -> Path:
     """CARD-DATE.json in `folder`; a later one of the same card and day replaces it."""
     hardware = machine.hardware()
     card = hardware["gpus"][0] if hardware["gpus"] else hardware["cpu"]
@@ -165,6 +188,7 @@ def write(folder: Path, rows: Sequence[Row], left_out: Sequence[str], seconds: f
         "used_before_gib": used,
         "left_out": list(left_out),
         "rows": list(rows),
+        "peers": compared,
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}-{day}.json"
@@ -186,24 +210,33 @@ def used_gib() -> float | None:
 
 
 def check(
-    configs: Sequence[RunConfig], left_out: Sequence[str] = (), folder: Path = FOLDER, root: Path | None = None
+    configs: Sequence[RunConfig],
+    left_out: Sequence[str] = (),
+    folder: Path = FOLDER,
+    root: Path | None = None,
+    cards: int = 1,
 ) -> int:
-    """Measure (a sweep under `root`), print, write; the exit code: 1 if a run ended neither well nor out of memory."""
+    """Measure (a sweep under `root`, then the peers on several cards), print, write; the exit code: 1 if a run ended
+    neither well nor out of memory, or the comparison did."""
     began, used = time.monotonic(), used_gib()
     sweep = launch.sweep(configs, root=root)
     print(f"sweep {sweep.run_id}: {len(sweep.runs)} runs", flush=True)
-    rows = measure(sweep)
+    rows, compared = measure(sweep), peers(cards)
     seconds = time.monotonic() - began
     print(f"\n{table(rows)}\n")
+    if compared is not None:
+        print(f"{pd.DataFrame(compared['rows']).to_string(index=False, na_rep='–', float_format='{:.4g}'.format)}\n")
     for words in left_out:
         print(f"left out: {words}")
     before = "unknown" if used is None else f"{used:.2f} GiB"
     print(f"context: {memory.CONTEXT_GIB} GiB assumed; in use on the first card before the runs: {before}")
-    print(f"{seconds:.0f} s; written to {write(folder, rows, left_out, seconds, used)}")
+    print(f"{seconds:.0f} s; written to {write(folder, rows, left_out, seconds, used, compared)}")
     bad = [one for one in rows if one["outcome"] not in ("ok", "oom")]
     for one in bad:
         print(f"FAILED  {_line(one)}, {one['cause'] or 'no cause known'}; see {sweep.folder / one['run_id']}")
-    return 1 if bad else 0
+    if cards > 1 and compared is None:
+        print("FAILED  python -m vdpp_core peers; what it said is above")
+    return 1 if bad or (cards > 1 and compared is None) else 0
 
 
 def _latents(published_row: Row) -> tuple[int, ...]:
@@ -238,7 +271,8 @@ def main() -> int:
     absent = [config for config in candidates(cards) if config not in configs]
     why = (f"{memory.needed(config) / GIB:.1f} GiB needed, {capacity / GIB:.1f} GiB there" for config in absent)
     left_out = [f"{_shape(config)}, batched: {words}" for config, words in zip(absent, why, strict=True)]
-    return check(configs, left_out=left_out)
+    left_out += ["the peers side by side: they need two cards"] * (cards == 1)
+    return check(configs, left_out=left_out, cards=cards)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "REPEATS": 1,
     },
     "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16]},
-    "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "REPEATS": 1},
+    "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "RANKS": [2]},
     "04_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
     "05_plots": {},
 }

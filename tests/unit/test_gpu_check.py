@@ -69,7 +69,7 @@ def test_batched_guidance_only_where_there_should_be_room() -> None:
 
 @pytest.mark.usefixtures("ten_gib_each")
 @pytest.mark.parametrize("cards", [2, 7, 16])
-def test_several_cards_add_fsdp_on_all_of_them(cards: int) -> None:
+def test_several_cards_add_fsdp_frames_and_guidance(cards: int) -> None:
     alone, configs = check.configurations(1, 80 * GIB), check.configurations(cards, 80 * GIB)
     assert configs[: len(alone)] == alone
     added = configs[len(alone) :]
@@ -77,11 +77,14 @@ def test_several_cards_add_fsdp_on_all_of_them(cards: int) -> None:
         ((25, 72, 128), None),
         ((25, 160, 288), None),
         ((25, 160, 288), check.LIMIT_GIB),
+        ((25, 160, 288), None),
+        ((25, 160, 288), None),
     ]
-    for config in added:
+    for config in added[:3]:
         assert config.parallel == Parallel(dp=cards, fsdp=True)
         assert config.fsdp_same_sample
         assert config.sequential
+    assert [config.parallel for config in added[3:]] == [Parallel(frames=cards), Parallel(cfg=2)]
 
 
 def result(outcome: str, *memory_per_rank: dict[str, float], **more: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from vdpp_core.layout import AXES
 from vdpp_core.mesh import merged
 from vdpp_core.parallel import lockstep
 from vdpp_core.parallel.collectives import Collectives
@@ -40,11 +41,13 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
         fsdp: cut the parameters, too, over all ranks but those of other stages. That stays after `restore`.
 
     Raises:
-        ValueError: the UNet is parallelized already, or is no spatio-temporal one where `frames` asks for that; in a
-            call: fewer frames than ranks, or a batch of one pass where cfg is 2.
+        ValueError: the mesh has other axes; the UNet is parallelized already, or is no spatio-temporal one where
+            `frames` asks for that; in a call: fewer frames than ranks, or a batch of one pass where cfg is 2.
     """
     from diffusers import UNetSpatioTemporalConditionModel
 
+    if mesh.mesh_dim_names != AXES:
+        raise ValueError(f"mesh {mesh.mesh_dim_names}: must be of Parallel.mesh, with the axes {', '.join(AXES)}")
     if hasattr(unet, APPLIED):
         raise ValueError(f"unet {type(unet).__name__}: is parallelized already, restore comes first")
     groups = {axis: Collectives(mesh.get_group(axis)) for axis in ("cfg", "frames") if mesh[axis].size() > 1}
