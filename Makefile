@@ -8,9 +8,10 @@ READY := .venv/ready
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
 
-test: $(READY) ## unit tests, two at a time, then distributed and notebook tests
+test: $(READY) ## unit tests, then notebook and distributed tests, two files at a time; what needs quiet comes last
 	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile tests/unit
-	$(VENV)/python -m pytest tests/distributed tests/notebooks
+	$(VENV)/python -m pytest -n 2 --dist loadfile -m "not alone" tests/notebooks tests/distributed
+	$(VENV)/python -m pytest -m alone tests/distributed
 
 lab: $(READY) ## open the workbook
 	$(VENV)/jupyter lab notebooks

@@ -21,7 +21,7 @@ Process = subprocess.Popen[bytes]
 def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
     """torchrun(ranks, *arguments of `python -m vdpp_core`): what it printed, and its exit code."""
 
-    def run(ranks: int, *arguments: Any, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def run(ranks: int, *arguments: Any, timeout: float = 480) -> subprocess.CompletedProcess[str]:
         command = [*COMMAND, f"--nproc_per_node={ranks}", "-m", "vdpp_core", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 

@@ -39,7 +39,7 @@ OURS = {
 
 def command(*arguments):
     line = [sys.executable, "-m", "vdpp_core", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=240)
+    return subprocess.run(line, capture_output=True, text=True, timeout=480)
 
 
 @pytest.fixture(scope="module")

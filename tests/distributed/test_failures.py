@@ -16,6 +16,8 @@ import torch
 from vdpp_core import Parallel, RunConfig, results, runfolder
 from vdpp_core.config import MODELS
 
+pytestmark = pytest.mark.alone
+
 LONG = {
     "parallel": Parallel(pp=2),
     "total_steps": 8,

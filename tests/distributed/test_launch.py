@@ -22,6 +22,8 @@ import launch
 from launch.__main__ import main
 from vdpp_core import ConfigError, Parallel, RunConfig, runfolder
 
+pytestmark = pytest.mark.alone
+
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 LONG = RunConfig(num_samples=500, total_steps=20, num_frames=4, save_latents=True, threads=1)
 SHORT = RunConfig(model="dummy", total_steps=4, num_samples=3, latent_shape=(1, 4, 2, 8, 8), device="cpu")
@@ -68,7 +70,7 @@ def test_start_returns_at_once_and_the_run_can_be_watched_to_its_end(tmp_path: P
     result = job.wait(60)
     assert result["outcome"] == job.status() == "ok"
     assert result == job.result()
-    assert result["parallel"] == {"dp": 1, "pp": 2, "fsdp": False}
+    assert result["parallel"] == Parallel(pp=2).model_dump()
     progress = job.progress()
     assert (progress["share"], progress["samples_finished"]) == (1.0, 3)
     assert [rank["phase"] for rank in progress["ranks"]] == ["done", "done"]

@@ -31,7 +31,7 @@ def of_ranks(ranks):
     """What the ranks found, for all layouts of so many of them."""
     layouts = [layout.model_dump_json() for layout in LAYOUTS if layout.world_size == ranks]
     command = [*COMMAND, f"--nproc_per_node={ranks}", "-m", "tests.distributed.lockstep", *layouts]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=480)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
 
@@ -59,7 +59,7 @@ def test_the_official_pipeline_takes_a_split_unet():
     """A whole generation of 25 steps: latents within 1e-4, frames within one grey level."""
     layout = Parallel(frames=2).model_dump_json()
     command = [*COMMAND, "--nproc_per_node=2", "-m", "tests.distributed.official", layout]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=480)
     assert process.returncode == 0, process.stderr
     for rank in json.loads(process.stdout):
         assert len(rank) == 2  # images, one after the other in one process

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from vdpp_core import RunConfig, costs, runfolder
+from vdpp_core.config import EXAMPLE_IMAGE
 
+DENOISING = {"command": "benchmark", "warmup_samples": 0, "save_latents": True}  # of an image, nothing is decoded
 QUICK = {"total_steps": 7, "num_frames": 5}
 SHARDS = {"dp": 2, "fsdp": True}
 CASES = {  # name: (ranks, arguments); all cases with the same number of ranks share one call of torchrun
@@ -50,10 +52,10 @@ CASES = {  # name: (ranks, arguments); all cases with the same number of ranks s
     "2 stages of shards": (4, QUICK | {"parallel": {"dp": 2, "pp": 2, "fsdp": True}, "num_samples": 3}),
 }
 
-WHOLE = {"total_steps": 25, "num_frames": 14}
+WHOLE = {"total_steps": 25, "num_frames": 14, "command": "generate", "compare_official": True}
 LOCKSTEP = {  # the same for layouts with cfg and frames; (ranks, arguments, tolerance)
-    "frames 2": (2, WHOLE | {"parallel": {"frames": 2}, "compare_official": True}, 1e-4),
-    "cfg 2": (2, WHOLE | {"parallel": {"cfg": 2}, "compare_official": True}, 1e-4),
+    "frames 2": (2, WHOLE | {"parallel": {"frames": 2}}, 1e-4),
+    "cfg 2": (2, WHOLE | {"parallel": {"cfg": 2}}, 1e-4),
     "frames 2, odd": (2, QUICK | {"parallel": {"frames": 2}, "height": 72, "width": 128, "num_samples": 2}, 1e-5),
     "frames 2, shortcuts": (2, QUICK | {"parallel": {"frames": 2}, "shortcuts": True, "num_samples": 2}, 1e-5),
     "frames 2, shortcuts, another image": (
@@ -96,10 +98,10 @@ def run_folders(torchrun, other_image, several_files, tmp_path_factory):
         root, folders = tmp_path_factory.mktemp(f"ranks-{ranks}"), {}
         for number, (name, (needed, arguments)) in enumerate(RUNS.items()):
             if needed == ranks:
-                image = other_image if arguments.get("image") == "other" else None
+                image = other_image if arguments.get("image") == "other" else EXAMPLE_IMAGE
                 model_id = several_files if "model_id" in arguments else None
-                given = arguments | {"image": image, "model_id": model_id}
-                config = RunConfig(command="generate", threads=1, **given)
+                given = DENOISING | arguments | {"image": image, "model_id": model_id}
+                config = RunConfig(threads=1, **given)
                 folders[name] = runfolder.create(config.replace(output_dir=root / str(number)).for_ranks(ranks))
         process = torchrun(ranks, "run", *folders.values())
         assert process.returncode == 0, process.stderr
