@@ -223,7 +223,7 @@ def test_a_rank_is_killed_while_it_decodes(torchrun_in_background, wait_until, t
 
 def test_only_generate_is_compared(tmp_path):
     command = [sys.executable, "-m", "vdpp_core", "benchmark", "--compare-official"]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert (process.returncode, process.stdout) == (2, "")
     said = "error: --compare-official True: only with generate, benchmark makes no videos\n"
     assert process.stderr == said

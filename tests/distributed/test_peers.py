@@ -18,7 +18,7 @@ def test_two_ranks(tmp_path):
         [*command, "--world-size", "2", "--json", "--output-dir", str(folder)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
