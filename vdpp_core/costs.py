@@ -54,11 +54,11 @@ def cost(config: RunConfig, member: int = 0) -> Cost:
 
 
 def step_s(config: RunConfig, rates: Rates) -> float:
-    """Seconds of a step of the slowest rank: operations and exchanges one after the other, parameters gathered while
-    others are computed with. Pessimistic where exchanges overlap, optimistic where they wait for each other."""
+    """Seconds of a step of the slowest rank: what the lockstep group exchanges, and beside that the longer of computing
+    and gathering parameters. Pessimistic where exchanges overlap, optimistic where ranks wait for each other."""
     found = cost(config)
-    own = found.flops / rates.flops_per_s + sum(found.sent.values()) / rates.bytes_per_s
-    return max(own, found.gathered / rates.bytes_per_s)
+    computing, gathering = found.flops / rates.flops_per_s, found.gathered / rates.bytes_per_s
+    return sum(found.sent.values()) / rates.bytes_per_s + max(computing, gathering)
 
 
 def sent_by_all(config: RunConfig) -> dict[str, int]:
