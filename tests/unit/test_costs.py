@@ -16,8 +16,9 @@ def test_operations_of_the_published_unet(row, tera):
     assert costs.cost(costs.published_config(PUBLISHED[row])).flops / 2e12 == pytest.approx(tera, abs=0.05)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-@pytest.mark.parametrize("change", [{}, {"guidance_mode": "sequential"}, {"guidance_scale": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "change"), [(2, {}), (3, {"guidance_mode": "sequential"}), (4, {"guidance_scale": 1.0}), (7, {})]
+)
 def test_bytes_are_those_of_the_formula(ranks, change):
     config = TINY.replace(parallel=Parallel(frames=ranks), **change)
     counted, formula = costs.sent_by_all(config), costs.formula(config)
