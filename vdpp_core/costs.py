@@ -11,9 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vdpp_core import machine, memory, tables, trace, unets
-from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
-from vdpp_core.denoise import Denoiser
 from vdpp_core.layout import Parallel
 
 GROUPS_OF_NORM = 32  # in each group norm of SVD
@@ -110,9 +108,7 @@ def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, C
     """Operations of a step, and kind -> bytes sent in it."""
     unet = unets.ready(config, unets.on_meta(config, dtype))
     groups = trace.rehearse(unet, config.layout, member)
-    told = Conditioning.empty(config, unet, 1, trace.META, dtype)
-    denoiser = Denoiser(config, unet, unets.load_scheduler(config, torch.device("cpu")), told)
-    latents = torch.empty(denoiser.latent_shape, device=trace.META, dtype=dtype)
+    denoiser, latents = trace.before_step(config, unet, dtype)
     with FlopCounterMode(display=False) as counter:
         denoiser.begin(0, 0).step(latents, 0)
     sent: Counter[str] = Counter()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from vdpp_core.config import RunConfig
 from vdpp_core.layout import Parallel
 from vdpp_core.parallel import lockstep
 from vdpp_core.parallel.group import Group
+
+if TYPE_CHECKING:
+    from vdpp_core.denoise import Denoiser
 
 META = torch.device("meta")
 MOST_CHUNKS = 256  # what is decoded then no longer grows the peak by much
@@ -144,6 +147,17 @@ def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
     return groups
 
 
+def before_step(config: RunConfig, unet: Any, dtype: torch.dtype) -> tuple[Denoiser, Tensor]:
+    """What a step on the meta device starts from: the conditioning, in a denoiser, and latents."""
+    from vdpp_core import unets
+    from vdpp_core.conditioning import Conditioning
+    from vdpp_core.denoise import Denoiser
+
+    told = Conditioning.empty(config, unet, max(1, len(config.samples(0))), META, dtype)
+    denoiser = Denoiser(config, unet, unets.load_scheduler(config, torch.device("cpu")), told)
+    return denoiser, torch.empty(denoiser.latent_shape, device=META, dtype=dtype)
+
+
 @functools.lru_cache(maxsize=64)
 def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     """One denoising step of a rank: conditioning and latents first, then the engine's own `Trajectory.step`.
@@ -151,8 +165,6 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     About a second for the published UNet. The run needs no weights; model svd needs no download either.
     """
     from vdpp_core import unets
-    from vdpp_core.conditioning import Conditioning
-    from vdpp_core.denoise import Denoiser
     from vdpp_core.unets.units import units
 
     unet = unets.ready(config, unets.on_meta(config, dtype))
@@ -160,9 +172,7 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     pieces = [unet, *units(unet)]
     recorder = _Recorder(list(unet.parameters()))
     with torch.no_grad(), _FusedAttention(), recorder:
-        told = Conditioning.empty(config, unet, max(1, len(config.samples(0))), META, dtype)
-        denoiser = Denoiser(config, unet, unets.load_scheduler(config, torch.device("cpu")), told)
-        latents = torch.empty(denoiser.latent_shape, device=META, dtype=dtype)
+        denoiser, latents = before_step(config, unet, dtype)
         prelude = len(recorder.events)
         with recorder.watching(unet, pieces):
             denoiser.begin(0, 0).step(latents, 0)

@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vdpp_core.mesh import communication
+from vdpp_core.parallel.fsdp import gather
 from vdpp_core.parallel.group import Group
-
-# PyTorch 2.13 gave it a new name and warns of the old one
-gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Collectives(Group):
