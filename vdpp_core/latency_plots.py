@@ -55,12 +55,9 @@ def _bars(panel: Axes, rows: pd.DataFrame, unit: str, known: str) -> None:
         if unit == "gb" and pd.notna(capacity := row.get("capacity_gb")):
             label = "capacity" if first else None
             panel.plot([capacity] * 2, [position - 0.45, position + 0.45], color="black", linewidth=2, label=label)
-    handle: dict[str, Any] = {
-        "color": "#777777" if known == "measured" else "white",
-        "edgecolor": "#777777",
-        "linewidth": 1.5,
-    }
-    panel.barh(0, 0, label=known, **handle)
+    if f"known_{unit}" in rows:
+        face = "#777777" if known == "measured" else "white"
+        panel.barh(0, 0, label=known, color=face, edgecolor="#777777", linewidth=1.5)
 
 
 def exchanged(table: pd.DataFrame, title: str, small_print: str) -> Figure:

@@ -44,3 +44,9 @@ def test_bars_of_what_is_exchanged():
     tops = [bar.get_y() + bar.get_height() for bar in panel.containers[1]]
     assert tops == [1.5, 5.0]
     assert list(panel.lines[0].get_ydata()) == [2.0, 4.0]
+
+
+def test_only_what_is_shown_is_in_the_legend(rows):
+    predicted = latency_plots.one_video(rows.drop(columns=["known_s", "capacity_gb"]), "title", "source")
+    labels = [text.get_text() for text in predicted.axes[0].get_legend().get_texts()]
+    assert labels == ["predicted"]
