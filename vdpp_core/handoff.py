@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vdpp_core.mesh import World, communication
-
-IN_FLIGHT = 2  # sends whose receiver is still busy with an earlier sample
+from vdpp_core.schedule import IN_FLIGHT
 
 
 class Handoff:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,18 @@ def hardware_name(facts: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+
+
+def git_commit() -> str | None:
+    """Of the clone that this package lies in; None where there is none."""
+    project = Path(__file__).resolve().parent.parent
+    if not (project / ".git").exists():
+        return None
+    command = ["git", "-C", str(project), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def weights_in_cache(repository: str = str(MODELS["svd"])) -> bool:

@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from vdpp_core.layout import AXES, Parallel
-from vdpp_core.schedule import Span
+from vdpp_core.metrics import Span
 
 COLOURS = {
     "dp": "#0072B2",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vdpp_core import machine, runfolder, schedule
+from vdpp_core import machine, metrics, runfolder, schedule
 from vdpp_core.config import RunConfig
 from vdpp_core.layout import Parallel
+from vdpp_core.metrics import Span
 from vdpp_core.runfolder import Event
-from vdpp_core.schedule import Span
 
 ENDS = ("done", "error", "terminated")
 
@@ -68,7 +67,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "latent_shape": list(config.shape),
         "num_samples": config.num_samples,
         "fsdp": layout.fsdp,
-        **schedule.numbers(spans, layout),
+        **metrics.numbers(spans, layout),
         **_waits(events, layout),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
@@ -83,7 +82,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "hardware": machine.hardware(),
         "versions": machine.versions(),
-        "git_commit": _git_commit(),
+        "git_commit": machine.git_commit(),
     }
 
 
@@ -142,18 +141,8 @@ def _predicted(config: RunConfig, events: Sequence[Event]) -> dict[str, Any] | N
     if not all(step_s[stage] for stage in range(layout.pp)):
         return memory or None
     seconds = [median(step_s[stage]) for stage in range(layout.pp)]
-    return memory | {"step_s_per_stage": seconds} | schedule.predict(config, seconds)
-
-
-def _git_commit() -> str | None:
-    project = Path(__file__).resolve().parent.parent
-    if not (project / ".git").exists():
-        return None
-    command = ["git", "-C", str(project), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    known = {"source": "the steps before the clock started", "step_s_per_stage": seconds}
+    return memory | known | schedule.predict(config, schedule.Seconds(seconds)).numbers()
 
 
 def progress(folder: Path) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def sweep_rows(sweep: launch.Sweep) -> pd.DataFrame:
         )
         rate = {job: job.result()["steady_state_samples_per_s"] for job in (one, pp, dp)}
         busy_t = step_s(dp)  # both cores busy, and not this run's own steps
-        formula = schedule.even_makespan(BASE.total_steps, 2, BASE.num_samples, busy_t)
+        formula = schedule.closed_form(Parallel(pp=2), BASE.total_steps, BASE.num_samples, busy_t)["makespan_s"]
         waits = pp.result()["steady_handoff_wait_share_per_rank"]
         rows.append(
             {

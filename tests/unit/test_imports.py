@@ -14,7 +14,7 @@ PACKAGES = ("vdpp_core", "launch")
 
 # Each module imports only from its own line and those above. A new module gets its place here.
 LAYERS = [
-    {"vdpp_core.config", "vdpp_core.errors", "vdpp_core.layout", "vdpp_core.steps"},
+    {"vdpp_core.config", "vdpp_core.errors", "vdpp_core.layout", "vdpp_core.metrics", "vdpp_core.steps"},
     {
         "vdpp_core.allocator",
         "vdpp_core.limits",
@@ -73,7 +73,7 @@ LAYERS = [
 ]
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *("peers_report", "plots", "replay", "results", "runfolder", "schedule", "steps", "tables", "trace"),
+    *("metrics", "peers_report", "plots", "replay", "results", "runfolder", "schedule", "steps", "tables", "trace"),
     *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
 }
 OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "peers")} | {
@@ -170,7 +170,7 @@ def test_what_reads_results_needs_no_ranks(name):
 
 def test_plots_draw_what_they_are_given():
     ours = {used.module for used in IMPORTS["vdpp_core.plots"] if used.module.startswith(PACKAGES)}
-    assert ours <= {f"vdpp_core.{name}" for name in ("config", "layout", "results", "runfolder", "schedule", "tables")}
+    assert ours <= {f"vdpp_core.{name}" for name in ("config", "layout", "metrics", "results", "runfolder", "tables")}
 
 
 def test_launch_starts_ranks_and_is_none():

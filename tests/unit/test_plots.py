@@ -12,15 +12,15 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 import launch
-from vdpp_core import Parallel, plots, schedule, tables
+from vdpp_core import Parallel, metrics, plots, schedule, tables
 from vdpp_core.config import RunConfig
 
 PP, DP, ONE = Parallel(pp=2), Parallel(dp=2), Parallel()
 
 
-def spans(layout: Parallel, samples: int = 6) -> list[schedule.Span]:
+def spans(layout: Parallel, samples: int = 6) -> list[metrics.Span]:
     sizes = [len(stage) for stage in RunConfig(total_steps=8, parallel=layout).stages()]
-    return schedule.spans(layout, sizes, samples, [0.1] * layout.pp)
+    return schedule.make(layout, sizes, samples, schedule.Seconds(0.1)).spans()
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def table() -> pd.DataFrame:
     """As `tables.table` gives it, of three runs computed by the schedule."""
     rows = []
     for layout in (ONE, PP, DP):
-        numbers = schedule.numbers(spans(layout), layout)
+        numbers = metrics.numbers(spans(layout), layout)
         row = {"ranks": layout.world_size, "dp": layout.dp, "pp": layout.pp, "fsdp": layout.fsdp, "outcome": "ok"}
         for name in ("samples_per_s", "steady_state_samples_per_s"):
             row[name] = numbers[name]

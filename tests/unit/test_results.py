@@ -113,7 +113,7 @@ def test_a_normal_end(finished):
 
 def test_measured_and_predicted_numbers_have_the_same_keys(finished):
     result = results.summarise(finished)
-    assert set(result["predicted"]) - {"step_s_per_stage"} <= set(result)
+    assert set(result["predicted"]) - {"source", "step_s_per_stage"} <= set(result)
 
 
 def test_warm_up_samples_are_not_samples(folder, write_events):

@@ -2,11 +2,14 @@
 
 import itertools
 import math
+import time
 
+import numpy as np
 import pytest
 
-from vdpp_core import Parallel, RunConfig, split
-from vdpp_core.schedule import Span, even_makespan, numbers, predict, spans
+from vdpp_core import ConfigError, Parallel, RunConfig, schedule, split
+from vdpp_core.metrics import Span, numbers
+from vdpp_core.schedule import AHEAD, Seconds, closed_form, periodic, poisson, predict
 
 STEP_S = 0.3
 
@@ -34,22 +37,26 @@ DOCUMENTED_TIMES = [
 # fmt: on
 
 
-def schedule(total_steps, num_samples, dp=1, pp=1, step_s=STEP_S):
+def made(total_steps, num_samples, dp=1, pp=1, step_s=STEP_S, **more):
     layout = Parallel(dp=dp, pp=pp)
     sizes = [len(steps) for steps in split(total_steps, pp)]
-    planned = spans(layout, sizes, num_samples, [step_s] * pp if isinstance(step_s, float) else step_s)
-    return planned, numbers(planned, layout)
+    arrivals = more.pop("arrivals", 0.0)
+    return schedule.make(layout, sizes, num_samples, Seconds(step_s, **more), arrivals)
+
+
+def planned_and_result(*args, **kwargs):
+    found = made(*args, **kwargs)
+    return found.spans(), found.numbers()
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 14])
 @pytest.mark.parametrize("stages", range(1, 8))
 @pytest.mark.parametrize("total_steps", [25, 28])
 def test_step_pipeline(total_steps, stages, num_samples):
-    planned, result = schedule(total_steps, num_samples, pp=stages)
+    planned, result = planned_and_result(total_steps, num_samples, pp=stages)
     longest = math.ceil(total_steps / stages) * STEP_S
     makespan = total_steps * STEP_S + (num_samples - 1) * longest
     assert result["makespan_s"] == pytest.approx(makespan)
-    assert even_makespan(total_steps, stages, num_samples, STEP_S) == pytest.approx(makespan)
     assert result["samples_finished"] == num_samples
     assert result["samples_per_s"] == pytest.approx(num_samples / makespan)
     assert result["first_sample_time_s"] == pytest.approx(total_steps * STEP_S)
@@ -68,7 +75,7 @@ def test_step_pipeline(total_steps, stages, num_samples):
 @pytest.mark.parametrize("num_samples", [1, 4, 5, 14])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 7])
 def test_data_parallel(replicas, num_samples):
-    _, result = schedule(28, num_samples, dp=replicas)
+    _, result = planned_and_result(28, num_samples, dp=replicas)
     sample_s = 28 * STEP_S
     rounds = math.ceil(num_samples / replicas)
     assert result["makespan_s"] == pytest.approx(rounds * sample_s)
@@ -85,20 +92,22 @@ def test_data_parallel(replicas, num_samples):
 @pytest.mark.parametrize("ranks", range(1, 8))
 @pytest.mark.parametrize("total_steps", [25, 28])
 def test_on_equal_ranks_a_step_pipeline_is_never_sooner_done_than_data_parallel(total_steps, ranks, num_samples):
-    pipeline, data = (schedule(total_steps, num_samples, **axes)[1] for axes in ({"pp": ranks}, {"dp": ranks}))
+    pipeline, data = (
+        planned_and_result(total_steps, num_samples, **axes)[1] for axes in ({"pp": ranks}, {"dp": ranks})
+    )
     assert data["makespan_s"] <= pipeline["makespan_s"] + 1e-9
 
 
 @pytest.mark.parametrize(("dp", "pp", "num_samples"), [(2, 2, 5), (3, 2, 7), (2, 3, 2)])
 def test_replicas_of_pipelines(dp, pp, num_samples):
-    planned, result = schedule(24, num_samples, dp=dp, pp=pp)
+    planned, result = planned_and_result(24, num_samples, dp=dp, pp=pp)
     rounds = math.ceil(num_samples / dp)
-    assert result["makespan_s"] == pytest.approx(even_makespan(24, pp, rounds, STEP_S))
+    assert result["makespan_s"] == pytest.approx((24 + (rounds - 1) * 24 / pp) * STEP_S)
     assert {span.rank // pp for span in planned if span.sample % dp == 1} == {1}
 
 
 def test_replicas_without_a_sample_are_idle():
-    planned, result = schedule(28, 3, dp=5)
+    planned, result = planned_and_result(28, 3, dp=5)
     assert {span.rank for span in planned} == {0, 1, 2}
     assert result["utilisation_per_rank"] == pytest.approx([1, 1, 1, 0, 0])
     assert result["bubble"] == pytest.approx(0.4)
@@ -107,20 +116,21 @@ def test_replicas_without_a_sample_are_idle():
 
 
 def test_an_unequal_stage_sets_the_interval():
-    _, result = schedule(28, 5, pp=2, step_s=[0.1, 0.3])
+    _, result = planned_and_result(28, 5, pp=2, step_s=[0.1, 0.3])
     assert result["interval_s"] == pytest.approx([14 * 0.3] * 4)
     assert result["makespan_s"] == pytest.approx(14 * 0.1 + 5 * 14 * 0.3)
-    # stage 0 runs ahead: sample m is taken up at m·1.4 s and leaves at 1.4 + (m+1)·4.2 s, waiting included
-    assert result["latency_s"] == pytest.approx([1.4 + (m + 1) * 4.2 - m * 1.4 for m in range(5)])
+    # stage 0 runs ahead until the next one is four samples behind: it takes up the last one with the other's first
+    begun = [0, 1.4, 2.8, 4.2, max(5.6, 1.4)]
+    assert result["latency_s"] == pytest.approx([1.4 + (m + 1) * 4.2 - begun[m] for m in range(5)])
     assert result["utilisation_per_rank"] == pytest.approx([7 / 22.4, 21 / 22.4])
 
-    _, slow_first = schedule(28, 5, pp=2, step_s=[0.3, 0.1])
+    _, slow_first = planned_and_result(28, 5, pp=2, step_s=[0.3, 0.1])
     assert slow_first["latency_s"] == pytest.approx([5.6] * 5)
     assert slow_first["makespan_s"] == pytest.approx(result["makespan_s"])
 
 
 def test_nothing_overlaps_on_a_rank_and_no_stage_starts_early():
-    planned, _ = schedule(25, 6, dp=2, pp=3, step_s=[0.2, 0.5, 0.1])
+    planned, _ = planned_and_result(25, 6, dp=2, pp=3, step_s=[0.2, 0.5, 0.1])
     for rank in range(6):
         own = sorted((span for span in planned if span.rank == rank), key=lambda span: span.start)
         assert all(later.start >= earlier.end - 1e-9 for earlier, later in itertools.pairwise(own))
@@ -148,13 +158,165 @@ def test_numbers_of_a_schedule_written_by_hand():
     assert result["avg_sample_time_s"] == 2.0  # the documents leave the first sample out
     assert result["throughput_samples_per_s"] == 0.5
     assert result["samples_per_s"] == 0.4
+    assert result["fill_s"] == 1.5
+    assert result["drain_s"] == 3.0
     assert numbers([], layout) == {"samples_finished": 0}
     assert numbers([Span(0, 0, 0.0, 1.0, 1.0)], layout) == {"samples_finished": 0}
 
 
+def event_by_event(dp, pp, num_samples, occupied, hop, arrivals):
+    """The same schedule by a clock that goes from event to event: (sample, stage) -> when it was taken up."""
+    begun, ended = {}, {}
+    free = {(replica, stage): 0.0 for replica in range(dp) for stage in range(pp)}
+    waiting = {(sample, stage) for sample in range(num_samples) for stage in range(pp)}
+    while waiting:
+        ready = {}
+        for sample, stage in waiting:
+            came = (sample, stage - 1)
+            before, ahead = (sample - dp, stage), (sample - AHEAD * dp, stage + 1)
+            if before in waiting or (stage + 1 < pp and ahead in waiting) or came in waiting:
+                continue
+            at = [free[sample % dp, stage], ended[came] + hop if stage else arrivals[sample], begun.get(ahead, 0.0)]
+            ready[sample, stage] = max(at)
+        (sample, stage), at = min(ready.items(), key=lambda item: item[1])
+        begun[sample, stage] = at
+        ended[sample, stage] = free[sample % dp, stage] = at + occupied[sample % dp][stage]
+        waiting.remove((sample, stage))
+    return begun
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_what_a_clock_from_event_to_event_gives(seed):
+    drawn = np.random.default_rng(seed)
+    dp, pp, num_samples = (int(drawn.integers(1, most)) for most in (4, 6, 25))
+    sizes = drawn.integers(1, 9, pp).tolist()
+    seconds = Seconds(drawn.uniform(0.1, 1, (dp, pp)), hop=float(drawn.uniform(0, 0.5)), encode=0.7, decode=1.3)
+    arrivals = poisson(num_samples, float(drawn.uniform(0, 2)), seed)
+    layout = Parallel(dp=dp, pp=pp)
+    found = schedule.make(layout, sizes, num_samples, seconds, arrivals)
+    occupied = [
+        [seconds.step[r][p] * sizes[p] + 0.7 * (p == 0) + 1.3 * (p == pp - 1) for p in range(pp)] for r in range(dp)
+    ]
+    expected = event_by_event(dp, pp, num_samples, occupied, seconds.hop, arrivals)
+    begun = {(span.sample, span.rank % pp): span.start for span in found.spans()}
+    assert begun.keys() == expected.keys()
+    for place, at in expected.items():
+        assert begun[place] == pytest.approx(at), place
+    latest = [expected[sample, pp - 1] + occupied[sample % dp][-1] for sample in range(num_samples)]
+    assert found.response_s.tolist() == pytest.approx(
+        [end - there for end, there in zip(latest, arrivals, strict=True)]
+    )
+    in_steps = [end - 1.3 - expected[sample, 0] - 0.7 for sample, end in enumerate(latest)]
+    assert found.numbers()["latency_s"] == pytest.approx(in_steps)
+
+
+@pytest.mark.parametrize("layout", [Parallel(pp=3), Parallel(dp=3), Parallel(dp=2, pp=2, frames=2), Parallel(dp=9)])
+def test_numbers_without_spans_are_those_of_the_spans(layout):
+    sizes = [len(steps) for steps in split(7, layout.pp)]
+    found = schedule.make(layout, sizes, 8, Seconds([0.2] * (layout.pp - 1) + [0.3], hop=0.05), periodic(8, 0.4))
+    short, whole = found.numbers(), numbers(found.spans(), layout)
+    assert short.keys() == whole.keys()
+    for name, value in whole.items():
+        assert short[name] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize("hop_s", [0.0, 0.2])
+@pytest.mark.parametrize(("total_steps", "num_samples"), [(28, 14), (25, 3), (7, 1), (30, 40)])
+@pytest.mark.parametrize(("dp", "pp"), [(1, 1), (1, 2), (1, 4), (1, 7), (2, 1), (7, 1), (2, 3), (3, 2)])
+def test_closed_forms_agree(dp, pp, total_steps, num_samples, hop_s):
+    result = made(total_steps, num_samples, dp, pp, hop=hop_s).numbers()
+    formula = closed_form(Parallel(dp=dp, pp=pp), total_steps, num_samples, STEP_S, hop_s)
+    result["latency_s"] = max(result["latency_s"])
+    if result["steady_state_samples_per_s"] is None or num_samples % dp:  # replicas that have fewer end sooner
+        formula.pop("steady_state_samples_per_s")
+    if dp > num_samples:
+        formula.pop("bubble")
+    for name, value in formula.items():
+        assert result[name] == pytest.approx(value), name
+
+
+def test_ranks_that_compute_the_same_sample_count_as_company():
+    config = RunConfig(num_samples=3, fsdp_same_sample=True, parallel=Parallel(dp=2, fsdp=True))
+    found = predict(config, Seconds(0.1))
+    assert found.numbers()["utilisation_per_rank"] == pytest.approx([1.0, 0.0])
+    assert found.numbers()["makespan_s"] == pytest.approx(3 * 28 * 0.1)
+    assert {span.rank for span in found.spans()} == {0}
+
+
+def test_a_replica_may_be_slower():
+    found = made(4, 4, dp=2, step_s=[[0.1], [0.3]])
+    assert found.ready_s.tolist() == pytest.approx([0.4, 1.2, 0.8, 2.4])
+    assert found.numbers()["drain_s"] == pytest.approx(1.6)
+
+
+def test_encoding_and_decoding_occupy_the_end_ranks_and_are_no_latency():
+    found = made(4, 2, pp=2, step_s=0.5, encode=1.0, decode=2.0)
+    assert found.occupied.tolist() == [[2.0, 3.0]]
+    assert found.ready_s.tolist() == pytest.approx([5.0, 8.0])
+    assert found.numbers()["latency_s"] == pytest.approx([2.0, 3.0])  # the second waits one for the decoding
+
+
+def test_arrivals_that_come_faster_than_ranks_can_work_queue_up():
+    slow, fast = (made(10, 200, pp=2, arrivals=poisson(200, every_s, 3)) for every_s in (3.0, 1.2))
+    assert slow.response_s.mean() < 2 * 3.0
+    assert fast.response_s[-50:].mean() > 25  # a stage takes 1.5 s a sample
+    assert slow.numbers()["bubble"] > fast.numbers()["bubble"]
+
+
+def test_arrivals():
+    assert periodic(3, 2.5).tolist() == [0.0, 2.5, 5.0]
+    assert poisson(5000, 2.0, 1)[-1] / 4999 == pytest.approx(2.0, rel=0.05)
+    assert poisson(50, 2.0, 1).tolist() == poisson(50, 2.0, 1).tolist() != poisson(50, 2.0, 2).tolist()
+
+
+@pytest.mark.parametrize("layout", [Parallel(pp=4096), Parallel(dp=64, pp=64), Parallel(dp=4096)], ids=str)
+def test_4096_ranks_and_10_000_samples_within_10_s(layout):
+    began = time.perf_counter()
+    result = schedule.make(layout, [1] * layout.pp, 10_000, Seconds(STEP_S, hop=0.01)).numbers()
+    assert time.perf_counter() - began < 10
+    formula = closed_form(layout, layout.pp, 10_000, STEP_S, 0.01)
+    assert result["makespan_s"] == pytest.approx(formula["makespan_s"])
+    assert result["bubble"] == pytest.approx(formula["bubble"])
+
+
+def test_what_the_documents_draw():
+    drawn = dict(schedule.documented())
+    ends = [found.numbers()["makespan_s"] for found in drawn.values()]
+    assert ends == pytest.approx([7.23, (6 + 7) * 0.6, 42.0, 8 + 9 * 0.6])
+    assert [found.layout.world_size for found in drawn.values()] == [7, 7, 1, 7]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        (lambda: Seconds(0.0), "step_s 0.0: must be finite seconds above 0"),
+        (lambda: Seconds([0.1, -1]), "step_s 0.1 -1.0: must be finite seconds above 0"),
+        (lambda: Seconds(float("nan")), "step_s nan: must be finite seconds above 0"),
+        (lambda: Seconds(1, hop=-0.1), "hop_s -0.1: must be finite seconds, not negative"),
+        (lambda: Seconds(1, decode=float("inf")), "decode_s inf: must be finite seconds, not negative"),
+        (
+            lambda: made(4, 3, pp=2, step_s=[1, 2, 3]),
+            "step_s 3: must be one number, one for each of 2 stages, or 1 × 2",
+        ),
+        (lambda: made(4, 0), "num_samples 0: must be at least 1"),
+        (lambda: made(4, 3, arrivals=[0, 1]), "arrivals 2: must be 3 times, one for each sample"),
+        (
+            lambda: made(4, 2, arrivals=[1, 0]),
+            "arrivals 1.0 0.0: must be finite seconds, not negative and not decreasing",
+        ),
+        (lambda: poisson(3, -1.0, 0), "every_s -1.0: must be finite seconds, not negative"),
+        (lambda: closed_form(Parallel(pp=5), 4, 1, 0.1), "pp 5: must be at most total_steps, 4"),
+    ],
+)
+def test_what_cannot_be_is_one_line(wrong, line):
+    with pytest.raises(ConfigError) as error:
+        wrong()
+    assert str(error.value) == line
+
+
 def test_predict_of_a_configuration():
     config = RunConfig(total_steps=28, num_samples=3, parallel=Parallel(pp=2), stage_weights=(3, 1))
-    result = predict(config, [0.1, 0.3])  # 21 · 0.1 = 7 · 0.3
+    result = predict(config, Seconds([0.1, 0.3])).numbers()  # 21 · 0.1 = 7 · 0.3
     assert result["makespan_s"] == pytest.approx(2.1 * 4)
     assert result["utilisation_per_rank"] == pytest.approx([0.75, 0.75])
 
@@ -162,7 +324,7 @@ def test_predict_of_a_configuration():
 @pytest.mark.parametrize(("ranks", "_", "samples_per_s", "__", "average_s"), DOCUMENTED)
 def test_the_documents_data_parallel_throughput(ranks, _, samples_per_s, __, average_s):
     """14 samples of 8.55 s on 4 ranks: four rounds, 0.409 samples/s."""
-    _, result = schedule(28, 14, dp=ranks, step_s=average_s / 28)
+    _, result = planned_and_result(28, 14, dp=ranks, step_s=average_s / 28)
     if ranks > 1:  # one rank is a pipeline as well, with its definition
         assert result["throughput_samples_per_s"] == pytest.approx(result["samples_per_s"])
     assert result["samples_per_s"] == pytest.approx(samples_per_s, rel=0.01)
@@ -172,7 +334,7 @@ def test_the_documents_data_parallel_throughput(ranks, _, samples_per_s, __, ave
 @pytest.mark.parametrize(("ranks", "samples_per_s", "_", "average_s", "__"), DOCUMENTED)
 def test_the_documents_pipeline_throughput_leaves_the_fill_out(ranks, samples_per_s, _, average_s, __):
     """Their 0.490 on 4 ranks is one over the average interval; with the fill 14 samples take 17 intervals."""
-    _, result = schedule(28, 14, pp=ranks, step_s=average_s * ranks / 28)
+    _, result = planned_and_result(28, 14, pp=ranks, step_s=average_s * ranks / 28)
     assert result["throughput_samples_per_s"] == pytest.approx(samples_per_s, rel=0.01)
     assert result["steady_state_samples_per_s"] == pytest.approx(samples_per_s, rel=0.01)
     assert result["samples_per_s"] == pytest.approx(14 / ((14 + ranks - 1) * average_s))
