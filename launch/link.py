@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 
 import pandas as pd
+
+from vdpp_core import machine, rates, runfolder
+from vdpp_core.config import RunConfig
 
 
 def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
     """Latency and bandwidth between two ranks of this machine: bytes, seconds (one way), gb_per_s.
+
+    They are kept in runs/ for predictions: `vdpp_core.rates.measured_link`.
 
     Raises:
         RuntimeError: the ranks failed, with the last line they wrote.
@@ -20,4 +26,9 @@ def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:
         raise RuntimeError(f"the probe failed: {done.stderr.strip().splitlines()[-1]}")
-    return pd.DataFrame(json.loads(done.stdout.strip().splitlines()[-1]))
+    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    path = rates.link_path(machine.device_type(RunConfig(device=device)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"date": time.strftime("%Y-%m-%d"), "hardware": machine.hardware(), "rows": rows}
+    runfolder.write_atomically(path, json.dumps(facts, indent=2) + "\n")
+    return pd.DataFrame(rows)

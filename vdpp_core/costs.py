@@ -1,4 +1,4 @@
-"""What a step costs a rank, before it runs: operations and bytes, counted on the meta device; then seconds."""
+"""What a step costs a rank, before it runs: operations and bytes, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vdpp_core import machine, memory, tables, trace, unets
+from vdpp_core import machine, memory, trace, unets
 from vdpp_core.config import RunConfig
 from vdpp_core.layout import Parallel
+from vdpp_core.unets.units import units
 
 GROUPS_OF_NORM = 32  # in each group norm of SVD
 PUBLISHED_STEPS = 28
@@ -23,40 +24,34 @@ class Cost:
     """Of one step (both passes of the guidance where there are two).
 
     flops: floating-point operations of the rank, a multiplication and an addition counted as two.
-    sent: kind -> bytes that the rank sends to others of its lockstep group.
-    gathered: bytes of parameters that come from other ranks with FSDP.
+    sent: kind -> bytes that the rank sends to others of its lockstep group, in so many exchanges.
+    gathered: bytes of parameters that come from other ranks with FSDP, in so many gathers.
     """
 
     flops: int
     sent: dict[str, int]
+    exchanges: int
     gathered: int
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a rank computes and sends in a second, and where that is known from."""
-
-    flops_per_s: float
-    bytes_per_s: float
-    source: str
+    gathers: int
 
 
 def cost(config: RunConfig, member: int = 0) -> Cost:
-    """The cost of a step for number `member` of a lockstep group; 0 has the largest share. A second or two."""
-    layout = config.parallel or Parallel()
-    alike, dtype = memory.alike(config.replace(num_samples=1)), machine.dtype(config)
-    flops, sent = _counted(alike, dtype, member)
+    """The cost of a step for number `member` of a lockstep group; 0 has the largest share. A second or two.
+
+    Passes of the guidance one after the other cost what they cost at once, but for meeting twice.
+    """
+    layout, dtype = config.parallel or Parallel(), machine.dtype(config)
+    alike = memory.alike(
+        config.replace(num_samples=1, guidance_mode="batched", forward_chunking=False, enable_memory_opt=False)
+    )
+    flops, sent, exchanges = _counted(alike, dtype, member)
     passes = 2 if config.sequential and config.guidance_scale > 1 else 1
-    gathered = trace.step(alike, dtype).parameters.shard(1) if layout.shards > 1 else 0
-    return Cost(flops, dict(sent), passes * gathered * (layout.shards - 1) // layout.shards)
-
-
-def step_s(config: RunConfig, rates: Rates) -> float:
-    """Seconds of a step of the slowest rank: what the lockstep group exchanges, and beside that the longer of computing
-    and gathering parameters. Pessimistic where exchanges overlap, optimistic where ranks wait for each other."""
-    found = cost(config)
-    computing, gathering = found.flops / rates.flops_per_s, found.gathered / rates.bytes_per_s
-    return sum(found.sent.values()) / rates.bytes_per_s + max(computing, gathering)
+    gathered, gathers = 0, 0
+    if layout.shards > 1:
+        parameters, pieces = _units(config.model, config.model_id, dtype)
+        gathered = passes * parameters * (layout.shards - 1) // layout.shards
+        gathers = passes * pieces
+    return Cost(flops, dict(sent), passes * exchanges, gathered, gathers)
 
 
 def sent_by_all(config: RunConfig) -> dict[str, int]:
@@ -103,9 +98,16 @@ def _temporal_values(config: RunConfig) -> tuple[list[int], list[int]]:
     return resnets, transformers
 
 
+@functools.lru_cache(maxsize=8)
+def _units(model: str, model_id: str | None, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a UNet's parameters, and in how many parts FSDP gathers them, the root's included."""
+    unet = unets.on_meta(RunConfig(model=model, model_id=model_id, random_weights=model != "dummy"), dtype)
+    return sum(parameter.nbytes for parameter in unet.parameters()), 1 + len(units(unet))
+
+
 @functools.lru_cache(maxsize=256)
-def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, Counter[str]]:
-    """Operations of a step, and kind -> bytes sent in it."""
+def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, Counter[str], int]:
+    """Operations of a step; kind -> bytes sent in it; in how many exchanges."""
     unet = unets.ready(config, unets.on_meta(config, dtype))
     groups = trace.rehearse(unet, config.layout, member)
     denoiser, latents = trace.before_step(config, unet, dtype)
@@ -115,7 +117,7 @@ def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, C
     for axis, group in groups.items():
         for (_, kind), count in group.sent.items():
             sent["guidance" if axis == "cfg" else kind] += count
-    return counter.get_total_flops(), sent
+    return counter.get_total_flops(), sent, sum(group.exchanges for group in groups.values())
 
 
 def published_config(row: dict[str, Any]) -> RunConfig:
@@ -131,16 +133,4 @@ def published_config(row: dict[str, Any]) -> RunConfig:
         guidance_mode="sequential",
         fsdp_same_sample=sharded,
         parallel=Parallel(dp=row["gpus"], fsdp=True) if sharded else Parallel(pp=row["gpus"]),
-    )
-
-
-def published_rates() -> Rates:
-    """Of an A5000, from the user's own figures: operations a second of the largest video that one card computed, and
-    bytes a second of FSDP at 25 × 72 × 128, which waited for its parameters (so at least that)."""
-    rows = {row["id"]: row for row in tables.published()["memory_cfg3_28steps_1sample"]}
-    one, sharded = rows[3], rows[5]
-    return Rates(
-        cost(published_config(one)).flops * PUBLISHED_STEPS / one["first_sample_time_s"],
-        cost(published_config(sharded)).gathered * PUBLISHED_STEPS / sharded["first_sample_time_s"],
-        "published: one A5000 at 25 × 96 × 160; FSDP on seven at 25 × 72 × 128",
     )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
 
-from vdpp_core import Parallel, RunConfig, costs, tables
+import pytest
+import torch
+from diffusers.models.attention import TemporalBasicTransformerBlock
+from diffusers.models.resnet import TemporalResnetBlock
+
+from vdpp_core import Parallel, RunConfig, costs, tables, unets
+from vdpp_core.unets.units import units
 
 PUBLISHED = {row["id"]: row for row in tables.published()["memory_cfg3_28steps_1sample"]}
 TINY = RunConfig(device="cpu", latent_shape=(1, 4, 14, 9, 16), parallel=Parallel())
@@ -47,17 +53,31 @@ def test_frames_share_out_the_operations():
     assert split == pytest.approx(alone / 7, rel=0.02)  # the time's embedding is computed by each
 
 
-def test_published_times():
-    """Two rows give the rates; the others are foretold."""
-    rates = costs.published_rates()
-    for number in (1, 2, 6):
-        row = PUBLISHED[number]
-        config = costs.published_config(row)
-        assert config.total_steps * costs.step_s(config, rates) == pytest.approx(row["first_sample_time_s"], rel=0.1)
+@pytest.mark.parametrize(("frames", "meetings"), [(2, 1), (1, 0)])
+def test_passes_one_after_the_other_cost_the_same_and_meet_twice(frames, meetings):
+    batched = TINY.replace(parallel=Parallel(frames=frames))
+    at_once, in_turn = (costs.cost(batched.replace(guidance_mode=mode)) for mode in ("batched", "sequential"))
+    assert at_once.flops == in_turn.flops > 0
+    assert at_once.sent == in_turn.sent
+    assert in_turn.exchanges == 2 * at_once.exchanges
+    assert bool(at_once.exchanges) == meetings
 
 
-def test_a_faster_link_brings_frames_nearer_to_their_share():
-    config = TINY.replace(parallel=Parallel(frames=2))
-    slow, fast = (costs.step_s(config, costs.Rates(1e9, speed, "")) for speed in (1e6, 1e15))
-    assert fast == pytest.approx(costs.cost(config).flops / 1e9)
-    assert slow > fast + 0.9 * sum(costs.cost(config).sent.values()) / 1e6
+def test_a_rank_meets_the_others_once_for_each_layer_that_looks_across():
+    """A temporal transformer: there and back; a temporal resnet: edges and statistics, twice; the prediction: once."""
+    kinds = Counter(type(module) for module in unets.on_meta(TINY, torch.float32).modules())
+    resnets, transformers = kinds[TemporalResnetBlock], kinds[TemporalBasicTransformerBlock]
+    assert min(resnets, transformers) > 0
+    found = costs.cost(TINY.replace(parallel=Parallel(frames=2)))
+    assert found.exchanges == 4 * resnets + 2 * transformers + 1
+
+
+def test_parameters_are_gathered_part_by_part():
+    alone, sharded = (costs.cost(TINY.replace(parallel=Parallel(dp=2, fsdp=fsdp))) for fsdp in (False, True))
+    assert (alone.gathered, alone.gathers) == (0, 0)
+    unet = unets.on_meta(TINY, torch.float32)
+    assert sharded.gathered == sum(parameter.nbytes for parameter in unet.parameters()) // 2
+    assert sharded.gathers == 1 + len(units(unet))
+    assert costs.cost(TINY.replace(parallel=Parallel(dp=2, fsdp=True), guidance_mode="sequential")).gathered == (
+        2 * sharded.gathered
+    )

@@ -67,13 +67,15 @@ LAYERS = [
     },
     {"vdpp_core.assets.judge", "vdpp_core.replay"},
     {"vdpp_core.costs", "vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
+    {"vdpp_core.rates"},
     {"vdpp_core.engine"},
     {"vdpp_core.peers"},
     {"vdpp_core.__main__"},
 ]
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *("metrics", "peers_report", "plots", "replay", "results", "runfolder", "schedule", "steps", "tables", "trace"),
+    *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "steps"),
+    *("tables", "trace"),
     *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
 }
 OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "peers")} | {

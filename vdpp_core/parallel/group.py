@@ -22,11 +22,13 @@ class Group:
     Attributes:
         sent: (layer, kind) -> bytes that this rank sent to others since the counter was cleared. Kinds: positions
             (all-to-all), halo, statistics, prediction.
+        exchanges: how often all of the group had to meet for it.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self.size, self.rank = size, rank
         self.sent: Counter[tuple[str, str]] = Counter()
+        self.exchanges = 0
 
     def shares(self, count: int) -> list[slice]:
         """What each rank has of `count` frames or positions: even, the larger shares first, some empty if need be."""
@@ -38,14 +40,14 @@ class Group:
 
     def all_gather(self, own: Tensor, layer: str, kind: str) -> Tensor:
         """(size, *own.shape): what all ranks have, in the order of ranks; all have the same shape."""
-        self.sent[layer, kind] += own.nbytes * (self.size - 1)
+        self._count(layer, kind, own.nbytes * (self.size - 1))
         gathered = own.new_empty(self.size, *own.shape)
         self._all_gather(gathered, own.contiguous())
         return gathered
 
     def all_to_all(self, pieces: Tensor, sizes: Sequence[int], coming: Sequence[int], layer: str) -> Tensor:
         """Send sizes[r] elements of the flat `pieces` to rank r; returns, flat, what comes: coming[r] from rank r."""
-        self.sent[layer, "positions"] += (pieces.numel() - sizes[self.rank]) * pieces.element_size()
+        self._count(layer, "positions", (pieces.numel() - sizes[self.rank]) * pieces.element_size())
         arrived = pieces.new_empty(sum(coming))
         self._all_to_all(arrived, pieces, coming, sizes)
         return arrived
@@ -57,7 +59,7 @@ class Group:
         None at the ends.
         """
         has_before, has_after = self.rank > 0, self.rank + 1 < self.size
-        self.sent[layer, "halo"] += first.nbytes * has_before + last.nbytes * has_after
+        self._count(layer, "halo", first.nbytes * has_before + last.nbytes * has_after)
         before = torch.empty_like(first) if has_before else None
         after = torch.empty_like(last) if has_after else None
         wait = self._swap_edges(first, last, before, after)
@@ -67,6 +69,10 @@ class Group:
             return before, after
 
         return arrived
+
+    def _count(self, layer: str, kind: str, size: int) -> None:
+        self.sent[layer, kind] += size
+        self.exchanges += 1
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> None: ...
 

@@ -1,0 +1,177 @@
+"""Seconds from costs: calibrated on one measurement, tried on the others."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from vdpp_core import ConfigError, Parallel, RunConfig, costs, engine, rates, runfolder, tables
+from vdpp_core.rates import Link, Rates
+
+PUBLISHED = tables.published()
+ROWS = {row["id"]: row for row in PUBLISHED["memory_cfg3_28steps_1sample"]}
+TINY = RunConfig(device="cpu", latent_shape=(1, 4, 4, 9, 16), parallel=Parallel())
+
+
+@pytest.fixture(scope="module")
+def card() -> Rates:
+    """Known from 14 × 72 × 128 on one card."""
+    return rates.published(row=1)
+
+
+def test_calibrated_on_the_smallest_video_the_larger_ones_are_within_10_percent(card):
+    table = rates.against_published(card)
+    assert table["calibrated on"].tolist() == [True, False, False, True, False]
+    for row in (2, 3):
+        assert table["predicted_s"][row] == pytest.approx(ROWS[row]["first_sample_time_s"], rel=0.1)
+    assert table["error"][1] == pytest.approx(0)
+    assert table["error"].abs().max() < 0.1
+    checked = card.checked(table)
+    assert checked.error == (min(table["error"][[2, 3, 6]]), max(table["error"][[2, 3, 6]]))
+    assert "14 × 72 × 128" in str(checked)
+    assert f"{checked.error[1]:+.1%}" in str(checked)
+    assert "not checked" in str(card)
+
+
+@pytest.mark.parametrize("row", [1, 2, 3])
+def test_any_row_of_one_card_foretells_the_others(row):
+    table = rates.against_published(rates.published(row))
+    assert table["error"].abs().max() < 0.1
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 7])
+def test_published_rates_of_the_step_pipeline_within_5_percent(card, gpus):
+    """Interval by interval, in the steady state, 10 samples of 28 steps; hand-offs over the link that row 5 implies."""
+    experiment = PUBLISHED["throughput_cfg3_14x72x128"]
+    known = next(row for row in experiment["rows"] if row["world_size"] == gpus)["throughput_samples_per_s"]
+    config = costs.published_config(ROWS[1]).replace(num_samples=experiment["num_samples"], parallel=Parallel(pp=gpus))
+    result = rates.predict(config, card).numbers()
+    assert result["steady_state_samples_per_s"] == pytest.approx(known, rel=0.05)
+    assert result["throughput_samples_per_s"] == pytest.approx(known, rel=0.05)
+
+
+def test_the_published_rate_of_data_parallel_on_four_cards_is_that_of_four_rounds(card):
+    """14 samples of 8.55 s on 4 cards: ⌈14/4⌉ = 4 rounds, whatever a step takes."""
+    rows = PUBLISHED["pipeline_vs_data_parallel"]["svd_fp16"]
+    known = next(row for row in rows if row["world_size"] == 4)
+    config = costs.published_config(ROWS[1]).replace(num_samples=14, parallel=Parallel(dp=4))
+    alone = known["data_avg_s"] / 28
+    cost = costs.cost(config)
+    result = rates.predict(config, Rates(cost.flops / alone, Link(1e9))).numbers()
+    assert result["samples_per_s"] == pytest.approx(known["data_samples_per_s"], rel=0.01)
+    assert result["samples_per_s"] == pytest.approx(14 / (math.ceil(14 / 4) * known["data_avg_s"]))
+
+
+def test_the_nearest_published_video():
+    sizes = [(14, 40, 72), (14, 72, 128), (25, 72, 128), (25, 96, 160), (25, 160, 288)]
+    assert [rates.nearest_row(TINY.replace(latent_shape=(1, 4, *size))) for size in sizes] == [1, 1, 2, 3, 3]
+
+
+def test_messages_take_their_time_and_so_do_bytes():
+    config = TINY.replace(parallel=Parallel(frames=2))
+    cost = costs.cost(config)
+    computing = cost.flops / 1e9
+
+    def step(link: Link) -> float:
+        return rates.step_s(config, Rates(1e9, link))
+
+    assert step(Link(math.inf)) == pytest.approx(computing)
+    assert step(Link(1e6)) == pytest.approx(computing + sum(cost.sent.values()) / 1e6)
+    assert step(Link(math.inf, 1e-3)) == pytest.approx(computing + cost.exchanges / 1e3)
+
+
+def test_parameters_are_gathered_beside_computing():
+    config = TINY.replace(parallel=Parallel(dp=2, fsdp=True))
+    cost = costs.cost(config)
+    for speed in (1e5, 1e9):
+        step = rates.step_s(config, Rates(1e9, Link(speed)))
+        assert step == pytest.approx(max(cost.flops / 1e9, cost.gathered / speed))
+
+
+def test_a_hop_moves_the_latents_of_one_sample():
+    assert rates.hop_s(TINY, Rates(1e9, Link(1e6, 0.5))) == pytest.approx(0.5 + 4 * 4 * 4 * 9 * 16 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_samples", "share"),
+    [({"dp": 4}, 4, 0.5), ({"dp": 4}, 1, 1), ({"pp": 4}, 1, 1), ({"pp": 4}, 3, 2 / 3), ({"frames": 4}, 1, 0.5)],
+)
+def test_ranks_that_are_more_than_the_cores_share_them(change, num_samples, share):
+    config = TINY.replace(num_samples=num_samples, parallel=Parallel(**change))
+    of_two = rates.shared(config, Rates(1e9, Link(1e9), cores=2))
+    assert of_two.flops_per_s == pytest.approx(1e9 * share)
+    assert rates.shared(config, Rates(1e9, Link(1e9))).flops_per_s == 1e9
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of three samples on one rank."""
+    shape = (1, 4, 3, 8, 8)
+    config = RunConfig(device="cpu", threads=1, latent_shape=shape, total_steps=4, num_samples=3)
+    return engine.run(config.replace(output_dir=tmp_path_factory.mktemp("runs") / "of-three"))
+
+
+def test_a_run_foretells_itself(run):
+    """All of its time lies in spans; what is left are the moments between samples."""
+    known = rates.from_run(run, Link(1e9))
+    table = rates.against_runs([run], known)
+    assert table["calibrated on"].tolist() == [True]
+    assert table["error"].abs().max() < 0.05
+    assert table["predicted_latency_s"][0] == pytest.approx(fmean(runfolder.read_result(run)["latency_s"]), rel=0.05)
+    assert known.checked(table).error is None
+    assert known.cores == runfolder.read_result(run)["hardware"]["cores"]
+    assert "of-three" in known.source
+
+
+def test_runs_of_another_kind_say_nothing(run, tmp_path):
+    other = engine.run(RunConfig.read(run).replace(output_dir=tmp_path / "run", shortcuts=True, num_samples=1))
+    same = engine.run(RunConfig.read(run).replace(output_dir=tmp_path / "same", num_samples=1, total_steps=2))
+    failed = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "failed"))
+    table = rates.against_runs([run, other, same, failed], rates.from_run(run, Link(1e9)))
+    assert table["run"].tolist() == ["of-three", "same"]
+    assert rates.from_run(run, Link(1e9)).checked(table).error == (table["error"][1], table["error"][1])
+
+
+def test_what_cannot_be_calibrated_on(run, tmp_path):
+    unfinished = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "unfinished"))
+    with pytest.raises(ConfigError, match=r"calibrate .*unfinished: must be a run that finished"):
+        rates.from_run(unfinished)
+    together = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "f", parallel=Parallel(frames=2)))
+    (together / "result.json").write_text(json.dumps({"outcome": "ok"}))
+    with pytest.raises(ConfigError, match="must be without cfg, frames and fsdp, not frames 2"):
+        rates.from_run(together)
+    with pytest.raises(ConfigError, match=r"row 4: must be a published run of one card that finished: \(1, 2, 3\)"):
+        rates.published(4)
+
+
+def test_a_link_is_what_the_probe_left(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where runs/ is
+    assert rates.measured_link("cpu") == Link(math.inf, 0.0, rates.measured_link("cpu").source)
+    assert "none measured" in rates.measured_link("cpu").source
+    rows = [{"bytes": 4, "seconds": 1e-4, "gb_per_s": 4e-5}, {"bytes": 4**12, "seconds": 8e-3, "gb_per_s": 2.1}]
+    rates.link_path("cpu").parent.mkdir()
+    rates.link_path("cpu").write_text(json.dumps({"date": "2026-11-28", "rows": rows}))
+    link = rates.measured_link("cpu")
+    assert (link.bytes_per_s, link.latency_s) == (2.1e9, 1e-4)
+    assert "2.1 GB/s, 100 µs" in link.source
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        (lambda: Link(0), "link_gb_per_s 0.0: must be above 0: hand-offs would never arrive"),
+        (lambda: Link(-1e9), "link_gb_per_s -1.0: must be above 0"),
+        (lambda: Link(math.nan), "link_gb_per_s nan: must be above 0"),
+        (lambda: Link(1e9, -1), "link_us -1000000.0: must be finite microseconds, not negative"),
+        (lambda: Rates(0, Link(1e9)), "tflops 0.0: must be finite and above 0"),
+        (lambda: Rates(math.inf, Link(1e9)), "tflops inf: must be finite and above 0"),
+    ],
+)
+def test_what_cannot_be_is_one_line(wrong, line):
+    with pytest.raises(ConfigError) as error:
+        wrong()
+    assert str(error.value).startswith(line)

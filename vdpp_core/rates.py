@@ -1,0 +1,268 @@
+"""Seconds from costs: what ranks compute in a second, what a link carries, and from which measurement that is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+import torch
+from numpy.typing import ArrayLike
+
+from vdpp_core import costs, machine, results, runfolder, schedule, tables
+from vdpp_core.config import RunConfig
+from vdpp_core.costs import Cost
+from vdpp_core.errors import ConfigError
+from vdpp_core.layout import Parallel
+from vdpp_core.schedule import Schedule, Seconds
+
+ALONE = (1, 2, 3)  # published rows of one card: any of them can be the one to calibrate on
+WAITING = 5  # FSDP at 25 × 72 × 128 waited for its parameters, so the link carried at least that
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank sends to another: `latency_s` for every message, then so many bytes a second.
+
+    on: the published row that it is known from.
+
+    Raises:
+        ConfigError: it carries nothing, or in less than no time.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    source: str = "given"
+    on: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ConfigError("link_gb_per_s", self.bytes_per_s / 1e9, "must be above 0: hand-offs would never arrive")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError("link_us", self.latency_s * 1e6, "must be finite microseconds, not negative")
+
+    def seconds(self, size: float, messages: int = 1) -> float:
+        """For so many bytes in so many messages."""
+        return messages * self.latency_s + size / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a rank computes in a second, and its link to others.
+
+    on: the published row or the run that it is known from; setting: the device, type and threads of that run.
+    cores: that all ranks of this machine share, in threads of a rank; None where each rank has a device of its own.
+    error: least and greatest relative error of what this foretells, where a measurement exists.
+
+    Raises:
+        ConfigError: nothing is computed in a second.
+    """
+
+    flops_per_s: float
+    link: Link
+    source: str = "given"
+    on: int | str | None = None
+    setting: str = ""
+    cores: float | None = None
+    error: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.flops_per_s < math.inf:
+            raise ConfigError("tflops", self.flops_per_s / 1e12, "must be finite and above 0")
+
+    def __str__(self) -> str:
+        known = "not checked against a measurement"
+        if self.error is not None:
+            known = f"checked: predictions {self.error[0]:+.1%} to {self.error[1]:+.1%} off"
+        return f"{self.flops_per_s / 1e12:.4g} TFLOP/s ({self.source}; {known}); link: {self.link.source}"
+
+    def checked(self, table: pd.DataFrame) -> Rates:
+        """The same with the errors of a table of `against_published` or `against_runs`."""
+        errors = table.loc[~table["calibrated on"], "error"].dropna()
+        return replace(self, error=(float(errors.min()), float(errors.max())) if len(errors) else None)
+
+
+def seconds(cost: Cost, rates: Rates) -> float:
+    """Of a step of the slowest rank: what the lockstep group exchanges, and beside that the longer of computing and
+    gathering parameters. Pessimistic where exchanges overlap, optimistic where ranks wait for each other."""
+    computing, gathering = cost.flops / rates.flops_per_s, rates.link.seconds(cost.gathered, cost.gathers)
+    return rates.link.seconds(sum(cost.sent.values()), cost.exchanges) + max(computing, gathering)
+
+
+def step_s(config: RunConfig, rates: Rates) -> float:
+    """Seconds of a step of a run."""
+    return seconds(costs.cost(config), shared(config, rates))
+
+
+def shared(config: RunConfig, rates: Rates) -> Rates:
+    """What is left of the rates for each rank where there are more of them at work at once than cores."""
+    if rates.cores is None:
+        return rates
+    layout = config.parallel or Parallel()
+    at_once = layout.lockstep * min(layout.dp * layout.pp, config.num_samples)
+    if config.fsdp_same_sample:
+        at_once = layout.world_size
+    return replace(rates, flops_per_s=rates.flops_per_s * min(1.0, rates.cores / at_once))
+
+
+def hop_s(config: RunConfig, rates: Rates) -> float:
+    """Seconds in which the latents of a sample go from stage to stage."""
+    return rates.link.seconds(math.prod(config.shape) * torch.empty(0, dtype=machine.dtype(config)).element_size())
+
+
+def predict(config: RunConfig, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
+    """The schedule of a run on ranks that are all alike."""
+    return schedule.predict(config, Seconds(step_s(config, rates), hop=hop_s(config, rates)), arrivals)
+
+
+def from_run(folder: Path, link: Link | None = None) -> Rates:
+    """What the ranks of a finished run computed in a second, what lies between their steps included.
+
+    Raises:
+        ConfigError: it did not finish, or its ranks waited for each other within a step.
+    """
+    config, result = RunConfig.read(folder), runfolder.read_result(folder)
+    if result is None or result["outcome"] != "ok":
+        raise ConfigError("calibrate", folder, "must be a run that finished")
+    if config.layout.lockstep > 1 or config.layout.fsdp:
+        raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
+    spans = results.measured_spans(runfolder.read_events(folder))
+    sizes = [len(steps) for steps in config.stages()]
+    steps = sum(sizes[config.layout.place(span.rank).stage] for span in spans)
+    step = sum(span.end - span.start for span in spans) / steps
+    on_cpu = result["device"] == "cpu"
+    return Rates(
+        costs.cost(config).flops / step,
+        link or measured_link("cpu" if on_cpu else "cuda"),
+        f"measured: run {folder.name}",
+        on=folder.name,
+        setting=_setting(config, result),
+        cores=result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None,
+    )
+
+
+def published(row: int, link: Link | None = None) -> Rates:
+    """Of an RTX A5000, from one row of the published memory experiment; by default with the link that row 5 implies.
+
+    Raises:
+        ConfigError: no such row of one card that finished.
+    """
+    if row not in ALONE:
+        raise ConfigError("row", row, f"must be a published run of one card that finished: {ALONE}")
+    found = _published_rows()[row]
+    step = found["first_sample_time_s"] / costs.PUBLISHED_STEPS
+    flops = costs.cost(costs.published_config(found)).flops
+    return Rates(flops / step, link or published_link(), f"published: one A5000 at {_shape(found)}", on=row)
+
+
+def published_link() -> Link:
+    """Bytes a second of FSDP's parameters between seven A5000; the latency of a message cannot be told from it."""
+    row = _published_rows()[WAITING]
+    step = row["first_sample_time_s"] / costs.PUBLISHED_STEPS
+    gathered = costs.cost(costs.published_config(row)).gathered
+    source = (
+        f"{gathered / step / 1e9:.2f} GB/s, published: FSDP on seven A5000 at {_shape(row)} waited for its parameters"
+    )
+    return Link(gathered / step, 0.0, source, on=WAITING)
+
+
+def link_path(device_type: str) -> Path:
+    """Where `launch.probe` leaves what it measured between two ranks of this machine."""
+    return runfolder.runs_root() / f"link-{device_type}.json"
+
+
+def measured_link(device_type: str) -> Link:
+    """The link that was measured last on this machine; one that takes no time where none was."""
+    path = link_path(device_type)
+    if not path.exists():
+        return Link(
+            math.inf, 0.0, "none measured, hand-offs and exchanges count as free (notebook 00_setup measures it)"
+        )
+    facts = json.loads(path.read_text())
+    best, least = max(row["gb_per_s"] for row in facts["rows"]), min(row["seconds"] for row in facts["rows"])
+    words = (
+        f"{best:.3g} GB/s, {least * 1e6:.0f} µs a message, measured between two ranks ({device_type}, {facts['date']})"
+    )
+    return Link(best * 1e9, least, words)
+
+
+def nearest_row(config: RunConfig) -> int:
+    """The published row of one card whose video is nearest in size to a run's."""
+    size = math.prod(config.shape[2:])
+    rows = _published_rows()
+    return min(ALONE, key=lambda row: abs(math.log(size / (rows[row]["frames"] * math.prod(rows[row]["latent_hw"])))))
+
+
+def _published_rows() -> dict[int, dict[str, Any]]:
+    return {row["id"]: row for row in tables.published()["memory_cfg3_28steps_1sample"]}
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return " × ".join(map(str, [row["frames"], *row["latent_hw"]]))
+
+
+def against_published(rates: Rates) -> pd.DataFrame:
+    """Predictions beside the published times of all rows that finished on one card or with FSDP, in seconds."""
+    found = []
+    for number, row in _published_rows().items():
+        if row["first_sample_time_s"] is None or (row["mode"] == "pipeline" and row["gpus"] > 1):
+            continue
+        config = costs.published_config(row)
+        foretold, known = config.total_steps * step_s(config, rates), row["first_sample_time_s"]
+        found.append(
+            {
+                "row": number,
+                "video": _shape(row),
+                "layout": str(config.layout),
+                "predicted_s": foretold,
+                "known_s": known,
+                "error": foretold / known - 1,
+                "calibrated on": number == (rates.link.on if row["mode"] == "fsdp" else rates.on),
+            }
+        )
+    return pd.DataFrame(found).set_index("row")
+
+
+def against_runs(folders: Sequence[Path], rates: Rates) -> pd.DataFrame:
+    """Predictions beside the makespan and the mean latency of finished runs, in seconds. Runs of another UNet, device,
+    type or number of threads than the one that the rates are known from are left out."""
+    found = []
+    for folder in folders:
+        result = runfolder.read_result(folder)
+        if result is None or result["outcome"] != "ok":
+            continue
+        config = RunConfig.read(folder)
+        if _setting(config, result) != rates.setting:
+            continue
+        foretold = predict(config, rates).numbers()
+        found.append(
+            {
+                "run": folder.name,
+                "layout": str(config.layout),
+                "video": " × ".join(map(str, config.shape[2:])),
+                "samples": config.num_samples,
+                "predicted_makespan_s": foretold["makespan_s"],
+                "makespan_s": result["makespan_s"],
+                "error": foretold["makespan_s"] / result["makespan_s"] - 1,
+                "predicted_latency_s": fmean(foretold["latency_s"]),
+                "latency_s": fmean(result["latency_s"]),
+                "latency error": fmean(foretold["latency_s"]) / fmean(result["latency_s"]) - 1,
+                "calibrated on": folder.name == rates.on,
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def _setting(config: RunConfig, result: dict[str, Any]) -> str:
+    """What has to be the same for one run to say something about another."""
+    device, threads = (
+        str(result["device"]).partition(":")[0],
+        "/".join(map(str, sorted(set(result["threads_per_rank"])))),
+    )
+    weights = f"{config.model_id or config.model}{', shortcuts' * config.shortcuts}"
+    return f"{weights} on {machine.hardware_name(result['hardware'])}, {device}, {result['dtype']}, {threads} thread(s)"
