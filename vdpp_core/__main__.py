@@ -1,4 +1,4 @@
-"""The commands, alone or under torchrun: python -m vdpp_core simulate | benchmark | generate | memory | peers | run."""
+"""The commands, alone or under torchrun: python -m vdpp_core simulate | benchmark | generate | memory | plan | …"""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vdpp_core import cli, machine, memory, runfolder
+from vdpp_core import cli, machine, memory, predicting, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
-from vdpp_core.limits import GIB, OutOfMemoryError
+from vdpp_core.limits import OutOfMemoryError
 from vdpp_core.measure import keep_freed_memory
 from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree
-from vdpp_core.replay import PARTS
 
-MEMORY = "peak memory of a rank, predicted without a GPU, weights or a run"
+PREDICTING = {"memory": predicting.show_memory, "plan": predicting.show_plan}
 PEERS = "diffusers, accelerate, torch's pipelining and ours, side by side on the same samples; two a rank by default"
 
 
@@ -29,8 +28,9 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
     try:
-        if arguments.command == "memory":
-            _memory(arguments)
+        if show := PREDICTING.get(arguments.command):
+            _quiet()
+            show(arguments)
             return
         if arguments.command == "run":
             _each_once(arguments.folder)
@@ -64,10 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = cli.add_run_commands(parser)
     for name in cli.COMMANDS:
         commands.choices[name].add_argument("--world-size", metavar="N", help="without torchrun: start so many ranks")
-    predicting = commands.add_parser("memory", help=MEMORY, description=MEMORY)
-    cli.add_run_flags(predicting)
-    predicting.add_argument("--world-size", metavar="N", help="ranks")
-    predicting.add_argument("--capacity-gib", type=float, metavar="GIB", help="of a device; what would fit")
+    predicting.add_memory(commands)
+    predicting.add_plan(commands)
     comparing = commands.add_parser("peers", help=PEERS, description=PEERS)
     cli.add_run_flags(comparing)
     comparing.add_argument("--world-size", metavar="N", help="ranks; default 2, or torchrun's")
@@ -95,7 +93,7 @@ def _new_comparison(arguments: argparse.Namespace, argv: list[str], ranks: Ranks
     from vdpp_core import peers_report  # the other commands do not need what it imports
 
     wanted, local_ranks = _wanted(arguments, ranks, alone=2)
-    repeats = _whole_number("repeats", arguments.repeats, 3)
+    repeats = cli.whole_number("repeats", arguments.repeats, 3)
     config = peers_report.configuration(vars(arguments), wanted, local_ranks)
     machine.check(config, local_ranks)
     if not ranks.under_torchrun:
@@ -120,54 +118,10 @@ def _show_comparison(folder: Path, as_json: bool) -> None:
 
 def _wanted(arguments: argparse.Namespace, ranks: Ranks, alone: int) -> tuple[int, int]:
     """How many ranks in all and on this machine; `alone`: where neither torchrun nor --world-size says so."""
-    wanted = _whole_number("world_size", arguments.world_size, ranks.world_size if ranks.under_torchrun else alone)
+    wanted = cli.whole_number("world_size", arguments.world_size, ranks.world_size if ranks.under_torchrun else alone)
     if ranks.under_torchrun and wanted != ranks.world_size:
         raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
     return wanted, ranks.local_world_size if ranks.under_torchrun else wanted
-
-
-def _memory(arguments: argparse.Namespace) -> None:
-    """Predict on any machine: for a GPU, unless --device says otherwise, and a model whose weights need not be here."""
-    arguments.device, arguments.command, arguments.image = arguments.device or "cuda", None, None
-    arguments.random_weights = None if arguments.model == "dummy" else True
-    config = cli.run_config(arguments, _whole_number("world_size", arguments.world_size, 1))
-    _quiet()
-    capacity, limit = arguments.capacity_gib, config.memory_limit_gib
-    if capacity is None and limit is not None:
-        capacity = limit + memory.outside_a_limit(config) / GIB
-    facts = memory.report(config, capacity)
-    if arguments.json:
-        print(json.dumps(facts, indent=2))
-        return
-    batch, _, frames, rows, columns = config.shape
-    mode = f"{'sequential' if config.sequential else 'batched'} guidance{', chunked feed-forward' * config.chunked}"
-    latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
-    print(f"{config.layout}, latents {latents}, {str(machine.dtype(config)).removeprefix('torch.')}, {mode}")
-    for part in PARTS:
-        print(f"  {part:14} {facts[f'{part}_gb']:9.3f} GB")
-    print(f"  {'peak':14} {facts['peak_gb']:9.3f} GB a rank, in {facts['peak_layer']}")
-    if config.layout.shards > 1:
-        print(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
-    if facts["decoding_peak_gb"]:
-        print(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {facts['decoding_peak_gb']:.3f} GB")
-    if "fits" in facts:
-        _print_verdict(facts, config.decode_chunk_size)
-
-
-def _print_verdict(facts: dict[str, Any], chunk: int) -> None:
-    verdict = "fits in" if facts["fits"] else "does not fit in"
-    print(
-        f"  {verdict} {facts['capacity_gib']:g} GiB: the steps need {facts['needed_gib']:.2f} GiB, allowances counted"
-    )
-    for remedy in facts["remedies"]:
-        print(f"  would fit: {remedy}")
-    if not facts["fits"] and not facts["remedies"]:
-        print("  no single change would make it fit")
-    if facts["decoding_peak_gb"] and facts["decode_chunk_size_that_fits"] != chunk:
-        smaller = facts["decode_chunk_size_that_fits"]
-        print(
-            f"  decoding does not fit, {f'with --decode-chunk-size {smaller} it would' if smaller else 'in any chunks'}"
-        )
 
 
 def _quiet() -> None:
@@ -202,14 +156,6 @@ def _not_run_before(folder: Path) -> str:
     if runfolder.events_paths(folder) or runfolder.read_result(folder):
         raise ConfigError("folder", folder, "was run before; a run folder is run once")
     return ""
-
-
-def _whole_number(name: str, text: str | None, default: int) -> int:
-    if text is None:
-        return default
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
-        raise ConfigError(name, text, "must be a whole number from 1 to 4096")
-    return int(text)
 
 
 def _become_torchrun(ranks: int, argv: list[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, get_args
 
 from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
 from vdpp_core.layout import AXES, Parallel
 
 COMMANDS = {
@@ -64,6 +65,15 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{axis}", metavar="N", help=f"{Parallel.model_fields[axis].description}{rest}")
     parser.add_argument("--fsdp", action="store_true", help=Parallel.model_fields["fsdp"].description)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def whole_number(name: str, text: str | None, default: int) -> int:
+    """What a flag says; ConfigError if that is no number of ranks or repeats."""
+    if text is None:
+        return default
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise ConfigError(name, text, "must be a whole number from 1 to 4096")
+    return int(text)
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:

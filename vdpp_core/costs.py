@@ -48,10 +48,15 @@ def cost(config: RunConfig, member: int = 0) -> Cost:
     passes = 2 if config.sequential and config.guidance_scale > 1 else 1
     gathered, gathers = 0, 0
     if layout.shards > 1:
-        parameters, pieces = _units(config.model, config.model_id, dtype)
-        gathered = passes * parameters * (layout.shards - 1) // layout.shards
+        whole, pieces = _units(config.model, config.model_id, dtype)
+        gathered = passes * whole * (layout.shards - 1) // layout.shards
         gathers = passes * pieces
     return Cost(flops, dict(sent), passes * exchanges, gathered, gathers)
+
+
+def parameters(config: RunConfig) -> int:
+    """Bytes of the UNet's parameters."""
+    return _units(config.model, config.model_id, machine.dtype(config))[0]
 
 
 def sent_by_all(config: RunConfig) -> dict[str, int]:
@@ -72,36 +77,42 @@ def formula(config: RunConfig) -> dict[str, float]:
     ranks = (config.parallel or Parallel()).frames
     batch, channels, frames, rows, columns = config.shape
     videos = batch * (2 if config.guidance_scale > 1 else 1)
-    size = torch.empty(0, dtype=machine.dtype(config)).element_size()
-    resnets, transformers = _temporal_values(config)
-    frame = videos * size  # bytes of one value of a frame, in all videos
+    frame = videos * machine.element_size(config)  # bytes of one value of a frame, in all videos
+    layers = temporal_layers(config.model, config.model_id)
+    transformers, resnets = (
+        sum(width * -(-rows // 2**level) * -(-columns // 2**level) for level, width in layers[kind])
+        for kind in ("transformers", "resnets")
+    )
     return {
-        "positions": 2 * frame * frames * sum(transformers) * (ranks - 1) / ranks,
-        "halo": 4 * frame * sum(resnets) * (ranks - 1),
-        "statistics": ranks * (ranks - 1) * 8 * videos * GROUPS_OF_NORM * 2 * len(resnets),
+        "positions": 2 * frame * frames * transformers * (ranks - 1) / ranks,
+        "halo": 4 * frame * resnets * (ranks - 1),
+        "statistics": ranks * (ranks - 1) * 8 * videos * GROUPS_OF_NORM * 2 * len(layers["resnets"]),
         "prediction": ranks * (ranks - 1) * -(-frames // ranks) * frame * channels * rows * columns,
     }
 
 
-def _temporal_values(config: RunConfig) -> tuple[list[int], list[int]]:
-    """Channels × rows × columns of each temporal resnet and each temporal transformer; each level halves the size."""
-    unet = unets.on_meta(config, torch.float32)
+@functools.lru_cache(maxsize=8)
+def temporal_layers(model: str, model_id: str | None) -> dict[str, list[tuple[int, int]]]:
+    """resnets, transformers -> (level, channels) of each; a level halves rows and columns of the one above."""
+    unet = unets.on_meta(_any_size(model, model_id), torch.float32)
     levels = len(unet.down_blocks)
     blocks = [*enumerate(unet.down_blocks), (levels - 1, unet.mid_block)]
     blocks += [(levels - 1 - number, block) for number, block in enumerate(unet.up_blocks)]
-    resnets, transformers = [], []
+    found: dict[str, list[tuple[int, int]]] = {"resnets": [], "transformers": []}
     for level, block in blocks:
-        rows, columns = (-(-length // 2**level) for length in config.shape[3:])
-        resnets += [resnet.temporal_res_block.in_channels * rows * columns for resnet in block.resnets]
-        attentions = getattr(block, "attentions", [])
-        transformers += [attention.in_channels * rows * columns for attention in attentions]
-    return resnets, transformers
+        found["resnets"] += [(level, resnet.temporal_res_block.in_channels) for resnet in block.resnets]
+        found["transformers"] += [(level, layer.in_channels) for layer in getattr(block, "attentions", [])]
+    return found
+
+
+def _any_size(model: str, model_id: str | None) -> RunConfig:
+    return RunConfig(model=model, model_id=model_id, random_weights=model != "dummy")
 
 
 @functools.lru_cache(maxsize=8)
 def _units(model: str, model_id: str | None, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of a UNet's parameters, and in how many parts FSDP gathers them, the root's included."""
-    unet = unets.on_meta(RunConfig(model=model, model_id=model_id, random_weights=model != "dummy"), dtype)
+    unet = unets.on_meta(_any_size(model, model_id), dtype)
     return sum(parameter.nbytes for parameter in unet.parameters()), 1 + len(units(unet))
 
 

@@ -37,6 +37,11 @@ def dtype(config: RunConfig) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
+def element_size(config: RunConfig) -> int:
+    """Bytes of a value of UNet and latents."""
+    return torch.empty(0, dtype=dtype(config)).element_size()
+
+
 def backend(config: RunConfig) -> str:
     """nccl or gloo; `auto` is nccl on CUDA and gloo elsewhere."""
     if config.backend == "auto":

@@ -18,15 +18,21 @@ def split(total_steps: int, stages: int, weights: Sequence[float] | None = None)
         raise ValueError(f"stages {stages}: must be at least 1")
     if total_steps < stages:
         raise ValueError(f"total_steps {total_steps}: must be at least the number of stages, {stages}")
-    speeds = [1.0] * stages if weights is None else [float(weight) for weight in weights]
+    if weights is None:
+        sizes = [total_steps // stages + (stage < total_steps % stages) for stage in range(stages)]
+    else:
+        sizes = _in_proportion(total_steps, stages, [float(weight) for weight in weights])
+    bounds = [0, *itertools.accumulate(sizes)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def _in_proportion(total_steps: int, stages: int, speeds: Sequence[float]) -> list[int]:
     if len(speeds) != stages:
         raise ValueError(f"weights {speeds}: must have one number per stage, {stages} of them")
     if not all(0 < speed < float("inf") for speed in speeds):
         raise ValueError(f"weights {speeds}: must all be positive and finite")
-
     sizes = [1] * stages
     for _ in range(total_steps - stages):
         soonest = min(range(stages), key=lambda stage: (sizes[stage] + 1) / speeds[stage])
         sizes[soonest] += 1
-    bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]
-    return [range(first, last) for first, last in itertools.pairwise(bounds)]
+    return sizes

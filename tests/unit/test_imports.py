@@ -14,7 +14,14 @@ PACKAGES = ("vdpp_core", "launch")
 
 # Each module imports only from its own line and those above. A new module gets its place here.
 LAYERS = [
-    {"vdpp_core.config", "vdpp_core.errors", "vdpp_core.layout", "vdpp_core.metrics", "vdpp_core.steps"},
+    {
+        "vdpp_core.config",
+        "vdpp_core.errors",
+        "vdpp_core.layout",
+        "vdpp_core.metrics",
+        "vdpp_core.sizing",
+        "vdpp_core.steps",
+    },
     {
         "vdpp_core.allocator",
         "vdpp_core.limits",
@@ -30,6 +37,7 @@ LAYERS = [
         "vdpp_core.unets.svd",
         "vdpp_core.unets.units",
         "vdpp_core.unets.weights",
+        "vdpp_core.article",
         "vdpp_core.cli",
         "vdpp_core.runfolder",
         "vdpp_core.schedule",
@@ -68,14 +76,16 @@ LAYERS = [
     {"vdpp_core.assets.judge", "vdpp_core.replay"},
     {"vdpp_core.costs", "vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
     {"vdpp_core.rates"},
+    {"vdpp_core.advice"},
+    {"vdpp_core.predicting"},
     {"vdpp_core.engine"},
     {"vdpp_core.peers"},
     {"vdpp_core.__main__"},
 ]
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "steps"),
-    *("tables", "trace"),
+    *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
+    *("advice", "article", "predicting", "tables", "trace"),
     *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
 }
 OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "peers")} | {

@@ -25,13 +25,16 @@ def card() -> Rates:
 
 def test_calibrated_on_the_smallest_video_the_larger_ones_are_within_10_percent(card):
     table = rates.against_published(card)
-    assert table["calibrated on"].tolist() == [True, False, False, True, False]
+    assert table.index[table["calibrated on"]].tolist() == ["memory, row 1", "memory, row 5"]
     for row in (2, 3):
-        assert table["predicted_s"][row] == pytest.approx(ROWS[row]["first_sample_time_s"], rel=0.1)
-    assert table["error"][1] == pytest.approx(0)
-    assert table["error"].abs().max() < 0.1
-    checked = card.checked(table)
-    assert checked.error == (min(table["error"][[2, 3, 6]]), max(table["error"][[2, 3, 6]]))
+        assert table["predicted_s"][f"memory, row {row}"] == pytest.approx(ROWS[row]["first_sample_time_s"], rel=0.1)
+    assert table["error"][table["calibrated on"]].abs().max() < 1e-9
+    assert table["error"].filter(like="memory").abs().max() < 0.1
+    assert table["error"].filter(like="throughput").abs().max() < 0.05
+    assert table["error"].filter(like="comparison").between(-0.2, 0).all()  # small videos keep a card less busy
+    assert len(table) == 6 + 4 + 8
+    checked, others = card.checked(table), table["error"][~table["calibrated on"]]
+    assert checked.error == (others.min(), others.max())
     assert "14 × 72 × 128" in str(checked)
     assert f"{checked.error[1]:+.1%}" in str(checked)
     assert "not checked" in str(card)
@@ -40,7 +43,7 @@ def test_calibrated_on_the_smallest_video_the_larger_ones_are_within_10_percent(
 @pytest.mark.parametrize("row", [1, 2, 3])
 def test_any_row_of_one_card_foretells_the_others(row):
     table = rates.against_published(rates.published(row))
-    assert table["error"].abs().max() < 0.1
+    assert table["error"].filter(like="memory").abs().max() < 0.1
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 7])

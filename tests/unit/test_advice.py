@@ -1,0 +1,244 @@
+"""Which layout comes first for what is wanted, why, and why the others fall out."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pandas as pd
+import pytest
+
+from vdpp_core import ConfigError, Parallel, RunConfig, advice, costs, machine, memory, rates, schedule
+from vdpp_core.__main__ import main
+from vdpp_core.advice import Counted, Room, advise
+from vdpp_core.costs import Cost
+from vdpp_core.limits import GIB
+from vdpp_core.rates import Link, Rates
+
+SVD = RunConfig(model="svd", random_weights=True, device="cuda", dtype="fp16", latent_shape=(1, 4, 25, 160, 288))
+CARD = Rates(1e12, Link(1e9), "made up")
+
+
+class Simple:
+    """4 GiB of parameters, 20 of activations a pass, 1e12 operations a pass, 1 MB and two meetings a step."""
+
+    def cost(self, config):
+        layout = config.parallel
+        share = math.ceil(config.shape[2] / layout.frames) / config.shape[2]
+        passes = 2 if config.guidance_scale > 1 and layout.cfg == 1 else 1
+        together, gathers = layout.lockstep > 1, layout.shards > 1
+        sent = {"positions": 1_000_000} if together else {}
+        return Cost(int(1e12 * passes * share), sent, 2 * together, 4 * GIB * gathers, 9 * gathers)
+
+    def room(self, config):
+        layout = config.parallel
+        at_once = 2 if not config.sequential and config.guidance_scale > 1 and layout.cfg == 1 else 1
+        share = math.ceil(config.shape[2] / layout.frames) / config.shape[2]
+        peak = 4 * GIB / layout.shards + 20 * GIB * at_once * share
+        return Room(peak, peak + GIB)
+
+
+def simple(goal, gpus=4, config=SVD, capacity_gib=None, **more):
+    return advise(config, gpus, goal, CARD, capacity_gib, figures=Simple(), **more)
+
+
+def row(table: pd.DataFrame, layout: str):
+    (found,) = [facts for _, facts in table.iterrows() if facts["layout"] == layout]
+    return found
+
+
+@pytest.mark.parametrize("gpus", range(1, 9))
+def test_all_layouts_are_looked_at_once(gpus):
+    found = list(advice.layouts(gpus))
+    assert len(set(found)) == len(found)
+    assert max(layout.world_size for layout in found) == gpus
+    plain = [layout for layout in found if not layout.fsdp]
+    assert sum(layout.world_size == gpus and layout.cfg == 1 for layout in plain) == sum(
+        gpus % a == 0 and (gpus // a) % b == 0 for a in range(1, gpus + 1) for b in range(1, gpus + 1)
+    )
+    assert all(layout.shards > 1 for layout in found if layout.fsdp)
+    assert len(simple("latency", gpus)) == len(found)
+
+
+def test_one_video_is_soonest_where_its_forward_pass_is_split():
+    table = simple("latency")
+    assert table["layout"][:2].tolist() == ["cfg 2 × frames 2", "frames 4"]
+    assert table["latency_s"][0] == pytest.approx(28 * (13 / 25 + 1e6 / 1e9))
+    assert row(table, "pp 4")["latency_s"] > row(table, "1 rank")["latency_s"]
+    places = table["place"].dropna().tolist()
+    assert places == [*range(1, len(places) + 1)]
+    fitting = table["latency_s"][table["place"].notna()]
+    assert fitting.is_monotonic_increasing
+
+
+def test_many_videos_are_soonest_in_replicas():
+    table = simple("throughput", config=SVD.replace(num_samples=12))
+    assert table["layout"][0] == "dp 4"
+    assert "4 videos at once, 3 rounds" in table["reason"][0]
+    assert table["makespan_s"][0] == pytest.approx(3 * 28 * 2)
+    assert table["utilisation"][0] == pytest.approx(1)
+    assert row(table, "pp 4")["makespan_s"] > table["makespan_s"][0]
+
+
+def test_videos_come_most_evenly_out_of_stages():
+    table = simple("cadence", config=SVD.replace(num_samples=12, guidance_scale=1))
+    by_layout = {layout: row(table, layout)["longest_interval_s"] for layout in ("pp 4", "dp 4", "1 rank")}
+    assert by_layout["pp 4"] == pytest.approx(28 / 4)
+    assert by_layout["dp 4"] == by_layout["1 rank"] == pytest.approx(28)
+    assert table["longest_interval_s"][table["place"].notna()].is_monotonic_increasing
+    assert row(table, "pp 4")["place"] == 1
+
+
+def test_least_memory_is_split_and_sharded():
+    table = simple("memory")
+    assert table["layout"][0] == "cfg 2 × frames 2 × fsdp" or table["layout"][0] == "frames 4 × fsdp"
+    assert row(table, "1 rank")["guidance"] == "sequential"
+    assert table["needed_gib"][table["place"].notna()].is_monotonic_increasing
+
+
+def test_what_does_not_fit_falls_out_with_its_reason():
+    table = simple("latency", capacity_gib=24)
+    assert row(table, "frames 2")["guidance"] == "sequential"  # both passes at once are too large there
+    assert row(table, "frames 4")["guidance"] == "batched"
+    for layout in ("1 rank", "pp 4"):
+        assert pd.isna(row(table, layout)["place"])
+        assert row(table, layout)["reason"].startswith("25.00 GiB needed, 23.52 of 24 usable: ")
+    assert "splitting steps or samples saves none" in row(table, "pp 4")["reason"]
+    assert "all activations of one pass" in row(table, "cfg 2")["reason"]
+    assert row(table, "frames 4 × fsdp")["reason"] == "fits without sharding, which can only add waiting"
+    assert row(table, "dp 4")["reason"] == "more replicas than the 1 sample(s)"
+    assert "2 replicas only hold parameters" in row(table, "dp 3 × fsdp")["reason"]
+    assert table["place"].isna().tolist() == sorted(table["place"].isna())  # they come last
+    close = simple("latency", capacity_gib=21 / (1 - advice.SPARE) - 0.01)
+    assert "sharding leaves the activations whole" in row(close, "dp 4 × fsdp")["reason"]
+
+
+def test_layouts_that_cannot_be_say_why():
+    dummy = RunConfig(model="dummy", device="cpu", total_steps=3, latent_shape=(1, 4, 2, 8, 8), guidance_scale=1)
+    table = advise(dummy, 4, "throughput", CARD, figures=Simple())
+    assert row(table, "pp 4")["reason"] == "pp 4: must be at most total_steps, 3"
+    assert "buys nothing without guidance" in row(table, "cfg 2")["reason"]
+    assert "only a spatio-temporal UNet" in row(table, "frames 2")["reason"]
+    assert row(table, "frames 4")["reason"] == "frames 4: must be at most num_frames, 2"
+
+
+def test_one_mode_of_the_guidance_may_be_asked_for():
+    table = simple("latency", capacity_gib=24, modes=("batched",))
+    assert pd.isna(row(table, "frames 2")["place"])
+    assert set(table["guidance"][table["place"].notna()]) == {"batched", "–"}
+
+
+def test_arrivals_are_waited_for():
+    config = SVD.replace(num_samples=6)
+    at_once, apart = (simple("throughput", config=config, arrivals=schedule.periodic(6, s)) for s in (0, 100))
+    assert row(apart, "1 rank")["makespan_s"] == pytest.approx(500 + 56)
+    assert row(apart, "dp 4")["utilisation"] < row(at_once, "dp 4")["utilisation"]
+
+
+@pytest.mark.parametrize("layout", [Parallel(), Parallel(dp=2, fsdp=True), Parallel(cfg=2, frames=2)])
+def test_counted_for_one_sample_it_is_as_counted_for_all(layout):
+    config = RunConfig(device="cuda", num_samples=9, latent_shape=(1, 4, 6, 24, 24), parallel=layout)
+    room = Counted().room(config)
+    assert room.peak == pytest.approx(memory.predict(config).total, rel=1e-3)
+    assert room.needed == pytest.approx(memory.needed(config), abs=32 * 2**20)
+    assert Counted().cost(config) == costs.cost(config)
+
+
+def test_the_documents_hardest_video_on_seven_cards_is_soonest_by_frames():
+    known = rates.published(3)
+    table = advise(SVD, 7, "latency", known, capacity_gib=24)
+    assert row(table, table["layout"][0])["frames"] > 1
+    assert row(table, "frames 7")["place"] <= 2
+    for layout, words in (("1 rank", "on one GPU"), ("pp 7", "splitting steps or samples saves none")):
+        assert pd.isna(row(table, layout)["place"])
+        assert words in row(table, layout)["reason"]
+        assert "GiB needed, 23.52 of 24 usable" in row(table, layout)["reason"]
+    fsdp, by_frames = row(table, "dp 7 × fsdp"), row(table, "frames 7")
+    assert by_frames["latency_s"] < 0.5 * fsdp["latency_s"]
+    assert fsdp["latency_s"] == pytest.approx(811.8659, rel=0.1)  # as published
+    assert by_frames["peak_gib"] < fsdp["peak_gib"]
+
+
+def test_the_documents_comparison_is_won_by_seven_replicas(capsys):
+    flags = "--model svd --latent-shape 1 4 14 40 72 --num-samples 14 --guidance-scale 1 --goal throughput"
+    card = "--capacity-gib 24 --tflops 47 --link-gb-per-s 0.87"  # as published for the A5000
+    main(["plan", "--gpus", "7", "--json", *flags.split(), *card.split()])
+    found = json.loads(capsys.readouterr().out)
+    first, second = found["layouts"][:2]
+    assert (first["layout"], first["place"]) == ("dp 7", 1)
+    assert "7 videos at once, 2 rounds" in first["reason"]
+    assert second["makespan_s"] > first["makespan_s"]
+    assert found["error"] is None
+
+
+def test_the_command_prints_places_reasons_and_where_they_are_known_from(capsys):
+    flags = "--device cpu --tflops 0.1 --link-gb-per-s 2 --link-us 500 --num-samples 3 --top 2"
+    main(["plan", "--gpus", "2", *flags.split()])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 samples of 28 steps, latents 14 × 8 × 8, float32, on up to 2; goal latency: ")
+    assert "0.1 TFLOP/s (given; not checked against a measurement); link: 2 GB/s, given" in lines[1]
+    assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
+    assert "each rank runs one of the guidance's passes" in lines[3]
+    assert any(line.startswith("and ") and "more that fit" in line for line in lines)
+    assert any(line.startswith("falls out: ") and "fits without sharding" in line for line in lines)
+
+
+def test_arrivals_on_the_command_line(capsys):
+    given = "--model dummy --device cpu --tflops 1 --num-samples 4 --every-s 9 --json"
+    flags = ["plan", "--gpus", "1", *given.split()]
+    main(flags)
+    periodic = json.loads(capsys.readouterr().out)["layouts"][0]["makespan_s"]
+    assert periodic == pytest.approx(27, abs=1)
+    main([*flags, "--poisson"])
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["makespan_s"] != pytest.approx(periodic, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--gpus 0", "--gpus 0: must be a whole number from 1 to 4096"),
+        ("--gpus -3", "--gpus -3: must be"),
+        ("--gpus 100", "--gpus 100: must be from 1 to 16"),
+        ("--gpus 2 --goal speed", "--goal speed: must be latency, throughput, cadence, memory"),
+        ("--gpus 2 --goal cadence", "--goal cadence: is about the time between videos: num_samples of at least 2"),
+        ("--gpus 2 --capacity-gib -1", "--capacity-gib -1.0: must be finite and above 0"),
+        ("--gpus 2 --capacity-gib nan", "--capacity-gib nan: must be finite and above 0"),
+        (
+            "--gpus 2 --capacity-gib 0.001",
+            "--capacity-gib 0.001: must be above what the parameters take on a rank, 0.00",
+        ),
+        ("--gpus 2 --link-gb-per-s 0", "--link-gb-per-s 0.0: must be above 0: hand-offs would never arrive"),
+        ("--gpus 2 --link-gb-per-s 1 --link-us -5", "--link-us -5.0: must be finite microseconds, not negative"),
+        ("--gpus 2 --link-us 5", "--link-us 5.0: only with link_gb_per_s"),
+        ("--gpus 2 --tflops -2", "--tflops -2.0: must be finite and above 0"),
+        ("--gpus 2 --every-s -1", "--every-s -1.0: must be finite seconds, not negative"),
+        ("--gpus 2 --poisson", "--poisson True: only with every_s"),
+        ("--gpus 2 --pp 2", "--pp 2: not in a plan, which looks for the layout"),
+        ("--gpus 2 --fsdp", "--fsdp True: not in a plan, which looks for the layout"),
+        ("--gpus 2 --calibrate nowhere", "--calibrate nowhere: must be published, or a run's id or folder"),
+        ("--gpus 2 --top 0", "--top 0: must be a whole number from 1 to 4096"),
+        ("--gpus 2 --total-steps 0", "--total-steps 0: must be greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_is_one_line(flags, line, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *flags.split()])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {line}")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_more_stages_than_steps_fall_out_of_a_plan(capsys):
+    main(["plan", "--gpus", "3", "--model", "dummy", "--device", "cpu", "--tflops", "1", "--total-steps", "2"])
+    assert "pp 3: must be at most total_steps, 2" in capsys.readouterr().out
+
+
+def test_parameters_larger_than_the_capacity_can_be_shared():
+    config = RunConfig(device="cuda", dtype="fp16")
+    whole = costs.parameters(config) / GIB
+    with pytest.raises(ConfigError, match="capacity_gib"):
+        advise(config, 2, "memory", CARD, whole / 2, figures=Simple())
+    assert len(advise(config, 2, "memory", CARD, whole / 2 * 1.01, figures=Simple()))
+    assert machine.element_size(config) == 2

@@ -1,0 +1,196 @@
+"""The commands that predict and start nothing: memory and plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vdpp_core import advice, cli, machine, memory, rates, runfolder, schedule
+from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
+from vdpp_core.layout import AXES
+from vdpp_core.limits import GIB
+from vdpp_core.rates import Link, Rates
+from vdpp_core.replay import PARTS
+
+MEMORY = "peak memory of a rank, predicted without a GPU, weights or a run"
+PLAN = (
+    "which layout to take: all that fit ranked, with predicted time, memory and a reason each, and why others fall out"
+)
+SHOWN = {
+    "place": "",
+    "layout": "layout",
+    "guidance": "guidance",
+    "latency_s": "latency (s)",
+    "longest_interval_s": "longest wait (s)",
+    "makespan_s": "makespan (s)",
+    "utilisation": "utilisation",
+    "needed_gib": "needed (GiB)",
+}
+FAR = 10  # times the operations of a step, or less: from there on a published row says little
+RECENT = 20  # runs beside the one calibrated on that predictions are checked against
+
+
+def add_memory(commands: Any) -> None:
+    parser = commands.add_parser("memory", help=MEMORY, description=MEMORY)
+    cli.add_run_flags(parser)
+    parser.add_argument("--world-size", metavar="N", help="ranks")
+    parser.add_argument("--capacity-gib", type=float, metavar="GIB", help="of a device; what would fit")
+
+
+def add_plan(commands: Any) -> None:
+    parser = commands.add_parser("plan", help=PLAN, description=PLAN)
+    cli.add_run_flags(parser)
+    parser.add_argument("--gpus", required=True, metavar="N", help=f"at most so many, 1 to {advice.MOST_GPUS}")
+    parser.add_argument("--capacity-gib", type=float, metavar="GIB", help="of each; default: enough for everything")
+    goals = "; ".join(f"{goal}: {wanted}" for goal, wanted in advice.WANTED.items())
+    parser.add_argument("--goal", default="latency", metavar="|".join(advice.GOALS), help=goals)
+    known = "a run here (its id or folder), or published: the A5000 row nearest in size (default)"
+    parser.add_argument("--calibrate", default="published", metavar="RUN|published", help=known)
+    parser.add_argument("--tflops", type=float, metavar="X", help="1e12 operations a second of a rank, instead")
+    parser.add_argument("--link-gb-per-s", type=float, metavar="X", help="1e9 bytes a second between ranks, instead")
+    parser.add_argument("--link-us", type=float, metavar="X", help="latency of a message between ranks; with the above")
+    parser.add_argument("--every-s", type=float, metavar="S", help="videos arrive so far apart; default: all at once")
+    parser.add_argument("--poisson", action="store_true", help="and at random, with --seed")
+    parser.add_argument("--top", default="10", metavar="N", help="layouts to print; --json has all")
+
+
+def config_of(arguments: argparse.Namespace, ranks: int, device: str = "cuda") -> RunConfig:
+    """What is predicted: for a GPU, unless --device says otherwise, and a model whose weights need not be here."""
+    arguments.device, arguments.command, arguments.image = arguments.device or device, None, None
+    arguments.random_weights = None if arguments.model == "dummy" else True
+    config = cli.run_config(arguments, ranks)
+    machine.check_model(config)
+    return config
+
+
+def show_memory(arguments: argparse.Namespace) -> None:
+    config = config_of(arguments, cli.whole_number("world_size", arguments.world_size, 1))
+    capacity, limit = arguments.capacity_gib, config.memory_limit_gib
+    if capacity is None and limit is not None:
+        capacity = limit + memory.outside_a_limit(config) / GIB
+    facts = memory.report(config, capacity)
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return
+    mode = f"{'sequential' if config.sequential else 'batched'} guidance{', chunked feed-forward' * config.chunked}"
+    print(f"{config.layout}, {_what(config)}, {mode}")
+    for part in PARTS:
+        print(f"  {part:14} {facts[f'{part}_gb']:9.3f} GB")
+    print(f"  {'peak':14} {facts['peak_gb']:9.3f} GB a rank, in {facts['peak_layer']}")
+    if config.layout.shards > 1:
+        print(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
+    if facts["decoding_peak_gb"]:
+        print(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {facts['decoding_peak_gb']:.3f} GB")
+    if "fits" in facts:
+        _print_verdict(facts, config.decode_chunk_size)
+
+
+def _what(config: RunConfig) -> str:
+    batch, _, frames, rows, columns = config.shape
+    latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
+    return f"latents {latents}, {str(machine.dtype(config)).removeprefix('torch.')}"
+
+
+def _print_verdict(facts: dict[str, Any], chunk: int) -> None:
+    verdict = "fits in" if facts["fits"] else "does not fit in"
+    print(
+        f"  {verdict} {facts['capacity_gib']:g} GiB: the steps need {facts['needed_gib']:.2f} GiB, allowances counted"
+    )
+    for remedy in facts["remedies"]:
+        print(f"  would fit: {remedy}")
+    if not facts["fits"] and not facts["remedies"]:
+        print("  no single change would make it fit")
+    if facts["decoding_peak_gb"] and facts["decode_chunk_size_that_fits"] != chunk:
+        smaller = facts["decode_chunk_size_that_fits"]
+        print(
+            f"  decoding does not fit, {f'with --decode-chunk-size {smaller} it would' if smaller else 'in any chunks'}"
+        )
+
+
+def show_plan(arguments: argparse.Namespace) -> None:
+    for axis in (*AXES, "fsdp", "fsdp_same_sample"):
+        if given := getattr(arguments, axis):
+            raise ConfigError(axis, given, "not in a plan, which looks for the layout")
+    gpus, top = (cli.whole_number(name, getattr(arguments, name), 1) for name in ("gpus", "top"))
+    folder = None if arguments.calibrate == "published" else _run_folder(arguments.calibrate)
+    modes = (arguments.guidance_mode,) if arguments.guidance_mode else advice.MODES
+    config = config_of(arguments, 1, "cuda" if folder is None else _device(folder))
+    advice.check(config, gpus, arguments.goal, arguments.capacity_gib)
+    arrivals = _arrivals(config, arguments.every_s, arguments.poisson)
+    known = _rates(arguments, config, folder)
+    table = advice.advise(config, gpus, arguments.goal, known, arguments.capacity_gib, modes, arrivals=arrivals)
+    if arguments.json:
+        layouts = json.loads(table.to_json(orient="records", force_ascii=False))
+        print(json.dumps({**table.attrs, "layouts": layouts}, indent=2, ensure_ascii=False))
+        return
+    count = f"{config.num_samples} sample{'s' * (config.num_samples > 1)} of {config.total_steps} steps"
+    print(f"{count}, {_what(config)}, on up to {gpus}; goal {arguments.goal}: {advice.WANTED[arguments.goal]}")
+    print(f"predicted from {known}")
+    _print_plan(table, top)
+
+
+def _print_plan(table: pd.DataFrame, top: int) -> None:
+    fitting, rest = table[table["place"].notna()], table[table["place"].isna()]
+    if len(fitting):
+        shown = fitting.head(top)[list(SHOWN)].rename(columns=SHOWN)
+        lines = shown.to_string(index=False, na_rep="–", float_format="{:.4g}".format, line_width=400).splitlines()
+        for line, reason in zip(lines, ["", *fitting.head(top)["reason"]], strict=True):
+            print(f"{line}  {reason}".rstrip())
+        if len(fitting) > top:
+            print(f"and {len(fitting) - top} more that fit (--top)")
+    else:
+        print("no layout fits; --forward-chunking, fewer frames or a smaller size need less")
+    for reason in rest["reason"].unique():
+        print(f"falls out: {', '.join(rest['layout'][rest['reason'] == reason])}: {reason}")
+
+
+def _rates(arguments: argparse.Namespace, config: RunConfig, folder: Path | None) -> Rates:
+    """From a run, a published row, or as given."""
+    link = None
+    if arguments.link_gb_per_s is not None:
+        link = Link(
+            arguments.link_gb_per_s * 1e9, (arguments.link_us or 0.0) / 1e6, f"{arguments.link_gb_per_s:g} GB/s, given"
+        )
+    elif arguments.link_us is not None:
+        raise ConfigError("link_us", arguments.link_us, "only with link_gb_per_s")
+    if arguments.tflops is not None:
+        return Rates(arguments.tflops * 1e12, link or rates.published_link())
+    if folder is None:
+        row = rates.nearest_row(config)
+        if not 1 / FAR < (times := rates.beyond(config, row)) < FAR:
+            cli.warn([f"a step has {times:.2g} × the operations of the published row: calibrate on a run of your own"])
+        known = rates.published(row, link)
+        return known.checked(rates.against_published(known))
+    known = rates.from_run(folder, link)
+    beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
+    return known.checked(rates.against_runs([folder, *beside], known))
+
+
+def _run_folder(name: str) -> Path:
+    folder = next(
+        (path for path in (Path(name), runfolder.runs_root() / name) if (path / "config.json").exists()), None
+    )
+    if folder is None:
+        raise ConfigError("calibrate", name, "must be published, or a run's id or folder")
+    return folder.resolve()
+
+
+def _device(folder: Path) -> str:
+    result = runfolder.read_result(folder) or {}
+    return str(result.get("device") or "cuda").partition(":")[0]
+
+
+def _arrivals(config: RunConfig, every_s: float | None, poisson: bool) -> Any:
+    if every_s is None:
+        if poisson:
+            raise ConfigError("poisson", True, "only with every_s")
+        return np.zeros(config.num_samples)
+    if poisson:
+        return schedule.poisson(config.num_samples, every_s, config.seed)
+    return schedule.periodic(config.num_samples, every_s)
