@@ -36,7 +36,7 @@ WANTED = {
     "cadence": "the shortest of the longest waits between two videos",
     "memory": "the least memory of a rank",
 }
-NUMBERS = "latency_s longest_interval_s makespan_s samples_per_s utilisation peak_gib needed_gib".split()
+NUMBERS = ["latency_s", "longest_interval_s", "makespan_s", "samples_per_s", "utilisation", "peak_gib", "needed_gib"]
 MODES = get_args(RunConfig.model_fields["guidance_mode"].annotation)
 
 

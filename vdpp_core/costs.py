@@ -35,23 +35,36 @@ class Cost:
     gathers: int
 
 
-def cost(config: RunConfig, member: int = 0) -> Cost:
-    """The cost of a step for number `member` of a lockstep group; 0 has the largest share. A second or two.
+def cost(config: RunConfig, member: int | None = None) -> Cost:
+    """The cost of a step for number `member` of a lockstep group; a second or two for the published UNet.
+
+    By default the most that any of them has: number 0's share of the work, and edges for two neighbours where there are
+    that many.
 
     Passes of the guidance one after the other cost what they cost at once, but for meeting twice.
     """
-    layout, dtype = config.parallel or Parallel(), machine.dtype(config)
     alike = memory.alike(
         config.replace(num_samples=1, guidance_mode="batched", forward_chunking=False, enable_memory_opt=False)
     )
-    flops, sent, exchanges = _counted(alike, dtype, member)
-    passes = 2 if config.sequential and config.guidance_scale > 1 else 1
-    gathered, gathers = 0, 0
-    if layout.shards > 1:
-        whole, pieces = _units(config.model, config.model_id, dtype)
-        gathered = passes * whole * (layout.shards - 1) // layout.shards
-        gathers = passes * pieces
-    return Cost(flops, dict(sent), passes * exchanges, gathered, gathers)
+    flops, counted, exchanges = _counted(alike, machine.dtype(config), member or 0)
+    sent = dict(counted)
+    if member is None and (config.parallel or Parallel()).frames > 2:
+        sent["halo"] *= 2
+    return Cost(flops, sent, passes(config) * exchanges, *gathering(config))
+
+
+def passes(config: RunConfig) -> int:
+    """Forward passes of a step, one after the other."""
+    return 2 if config.sequential and config.guidance_scale > 1 else 1
+
+
+def gathering(config: RunConfig) -> tuple[int, int]:
+    """Bytes of parameters that a rank gathers in a step with FSDP, and in how many parts."""
+    shards = (config.parallel or Parallel()).shards
+    if shards == 1:
+        return 0, 0
+    whole, pieces = _units(config.model, config.model_id, machine.dtype(config))
+    return passes(config) * whole * (shards - 1) // shards, passes(config) * pieces
 
 
 def parameters(config: RunConfig) -> int:

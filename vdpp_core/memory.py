@@ -32,7 +32,7 @@ def predict(config: RunConfig) -> Peak:
 
     All that PyTorch's operators allocate is counted, but not what kernels use inside (workspaces of cuDNN, oneDNN).
     """
-    return peak(_step(config), _shards(config), config.fsdp_cpu_offload)
+    return peak(trace_of(config), _shards(config), config.fsdp_cpu_offload)
 
 
 def predict_decoding(config: RunConfig) -> Peak | None:
@@ -208,7 +208,7 @@ def _shards(config: RunConfig) -> int:
 
 def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
     """What a rank does one after the other: trace, shards, whether they are offloaded."""
-    phases = [(_step(config), _shards(config), config.fsdp_cpu_offload)]
+    phases = [(trace_of(config), _shards(config), config.fsdp_cpu_offload)]
     if config.command == "generate":
         phases.append((_decoding(config), 1, False))
     return phases
@@ -218,7 +218,8 @@ def _decoding(config: RunConfig) -> trace.Trace:
     return trace.decoding(alike(config).replace(decode_chunk_size=config.decode_chunk_size), machine.dtype(config))
 
 
-def _step(config: RunConfig) -> trace.Trace:
+def trace_of(config: RunConfig) -> trace.Trace:
+    """What a rank allocates in a step."""
     return trace.step(alike(config), machine.dtype(config))
 
 

@@ -39,6 +39,14 @@ def test_bytes_of_the_published_unet():
     assert sum(counted.values()) == pytest.approx(sum(formula.values()), rel=0.05)
 
 
+@pytest.mark.parametrize("frames", [2, 3, 5])
+def test_a_rank_between_two_others_sends_most(frames):
+    config = TINY.replace(parallel=Parallel(frames=frames))
+    most, members = costs.cost(config), [costs.cost(config, member) for member in range(frames)]
+    assert most.sent["halo"] == max(member.sent["halo"] for member in members)
+    assert most.flops == pytest.approx(max(member.flops for member in members), rel=1e-3)
+
+
 def test_guidance_exchanges_its_halves_once():
     batch, channels, frames, rows, columns = TINY.shape
     half = 4 * batch * channels * frames * rows * columns

@@ -77,7 +77,7 @@ LAYERS = [
     {"vdpp_core.costs", "vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
     {"vdpp_core.rates"},
     {"vdpp_core.advice"},
-    {"vdpp_core.predicting"},
+    {"vdpp_core.estimates", "vdpp_core.predicting"},
     {"vdpp_core.engine"},
     {"vdpp_core.peers"},
     {"vdpp_core.__main__"},
@@ -85,7 +85,7 @@ LAYERS = [
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
     *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
-    *("advice", "article", "predicting", "tables", "trace"),
+    *("advice", "article", "estimates", "predicting", "tables", "trace"),
     *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
 }
 OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "peers")} | {

@@ -97,7 +97,7 @@ def test_all_ranks_in_step_hold_one_sample_s_company():
 
 
 def test_sharded_steps_leave_nothing_behind():
-    trace = memory._step(medium(device="cuda"))
+    trace = memory.trace_of(medium(device="cuda"))
     end = replay.play(trace, 3, offload=False, capacity=math.inf)
     kept = trace.parameters.shard(3) + trace.units[0].shard(1)
     assert kept < end.allocated < 1.02 * kept
