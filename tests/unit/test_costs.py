@@ -44,7 +44,7 @@ def test_a_rank_between_two_others_sends_most(frames):
     config = TINY.replace(parallel=Parallel(frames=frames))
     most, members = costs.cost(config), [costs.cost(config, member) for member in range(frames)]
     assert most.sent["halo"] == max(member.sent["halo"] for member in members)
-    assert most.flops == pytest.approx(max(member.flops for member in members), rel=1e-3)
+    assert most.flops == pytest.approx(max(member.flops for member in members), rel=0.01)  # edges cost a little
 
 
 def test_guidance_exchanges_its_halves_once():
