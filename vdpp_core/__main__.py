@@ -16,7 +16,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
 from vdpp_core.limits import GIB, OutOfMemoryError
-from vdpp_core.measure import keep_freed_memory
+from vdpp_core.measure import importing, keep_freed_memory
 from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree
 from vdpp_core.replay import PARTS
@@ -172,9 +172,9 @@ def _print_verdict(facts: dict[str, Any], chunk: int) -> None:
 
 def _quiet() -> None:
     """diffusers and transformers draw bars for what they read, and miss torchvision, which they can do without."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
+    with importing():
+        import diffusers.utils.logging
+        import transformers.utils.logging
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -218,9 +218,9 @@ def _become_torchrun(ranks: int, argv: list[str]) -> None:
 
 
 def _execute(folder: Path, ranks: Ranks) -> None:
-    from vdpp_core import engine  # after the arguments were checked: it takes seconds to import
-    from vdpp_core.results import settle
-
+    with importing():
+        from vdpp_core import engine  # after the arguments were checked: it takes seconds to import
+        from vdpp_core.results import settle
     keep_freed_memory(RunConfig.read(folder).memory_limit_gib is None)
     try:
         engine.execute(folder, ranks)
