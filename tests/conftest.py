@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,6 +20,11 @@ from vdpp_core.media import read_image
 from vdpp_core.runfolder import events_paths
 
 DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def pytest_collection_finish() -> None:
+    """Nothing that was imported by now is garbage: the collector need not look through it at every turn."""
+    gc.freeze()
 
 
 @contextmanager

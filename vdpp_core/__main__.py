@@ -16,7 +16,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
 from vdpp_core.limits import OutOfMemoryError
-from vdpp_core.measure import keep_freed_memory
+from vdpp_core.measure import importing, keep_freed_memory
 from vdpp_core.media import how_it_fits
 from vdpp_core.mesh import Ranks, agree
 
@@ -29,7 +29,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
     try:
         if show := PREDICTING.get(arguments.command):
-            _quiet()
             show(arguments)
             return
         if arguments.command == "run":
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         if ranks.rank == 0:
             cli.fail(error.as_flag())
         raise SystemExit(2) from None
-    _quiet()
+    cli.quiet()
     try:
         for part in work:
             part()
@@ -124,16 +123,6 @@ def _wanted(arguments: argparse.Namespace, ranks: Ranks, alone: int) -> tuple[in
     return wanted, ranks.local_world_size if ranks.under_torchrun else wanted
 
 
-def _quiet() -> None:
-    """diffusers and transformers draw bars for what they read, and miss torchvision, which they can do without."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-
-
 def _each_once(folders: list[Path]) -> None:
     places = [folder.resolve() for folder in folders]
     for place in places:
@@ -164,9 +153,9 @@ def _become_torchrun(ranks: int, argv: list[str]) -> None:
 
 
 def _execute(folder: Path, ranks: Ranks) -> None:
-    from vdpp_core import engine  # after the arguments were checked: it takes seconds to import
-    from vdpp_core.results import settle
-
+    with importing():
+        from vdpp_core import engine  # after the arguments were checked: it takes seconds to import
+        from vdpp_core.results import settle
     keep_freed_memory(RunConfig.read(folder).memory_limit_gib is None)
     try:
         engine.execute(folder, ranks)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, get_args
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import AXES, Parallel
+from vdpp_core.measure import importing
 
 COMMANDS = {
     "simulate": "the logic of a run on the dummy network, CPU and fp32",
@@ -37,6 +38,16 @@ def fail(message: str) -> NoReturn:
 def warn(lines: Iterable[str]) -> None:
     for line in lines:
         print(f"warning: {line}", file=sys.stderr)
+
+
+def quiet() -> None:
+    """diffusers and transformers draw bars for what they read, and miss torchvision, which they can do without."""
+    with importing():
+        import diffusers.utils.logging
+        import transformers.utils.logging
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
 
 
 def add_run_commands(parser: argparse.ArgumentParser) -> Any:

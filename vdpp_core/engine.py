@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vdpp_core import conditioning, machine, memory, results, runfolder, unets, videos
+from vdpp_core import conditioning, machine, memory, results, runfolder, unets
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
@@ -89,6 +89,10 @@ class _Rank:
         self.step_s, self.phase = 0.0, "loading"
         self.unet: nn.Module | None = None
         self.finished: dict[int, Tensor] = {}
+        if config.model != "dummy":
+            from vdpp_core import videos  # seconds that the dummy does not need; no memory of the model's, so not later
+
+            self.videos = videos
         predicted = memory.predict(config).in_gb() if world.rank == 0 else None
         self.log.write("start", **self._facts(), predicted_memory=predicted)
 
@@ -219,10 +223,10 @@ class _Rank:
             self.guard.watch(max(self.config.timeout_s, LOADING_PATIENCE_S))  # the others may load the decoder
         share = self._share_of_latents() if self.samples else {}
         if share:
-            videos.make(self.config, self.folder, share, self.world.device, self.dtype, self.log)
+            self.videos.make(self.config, self.folder, share, self.world.device, self.dtype, self.log)
         self.world.barrier()
         if self.world.rank == 0:
-            videos.make_contact_sheet(self.config, self.folder)
+            self.videos.make_contact_sheet(self.config, self.folder)
 
     def _share_of_latents(self) -> dict[int, Tensor]:
         """Sample -> latents, of every so-manieth sample of the replica; only who speaks for its last stage had them."""

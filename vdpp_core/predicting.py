@@ -71,6 +71,7 @@ def config_of(arguments: argparse.Namespace, ranks: int, device: str = "cuda") -
 
 def show_memory(arguments: argparse.Namespace) -> None:
     config = config_of(arguments, cli.whole_number("world_size", arguments.world_size, 1))
+    cli.quiet()
     capacity, limit = arguments.capacity_gib, config.memory_limit_gib
     if capacity is None and limit is not None:
         capacity = limit + memory.outside_a_limit(config) / GIB
@@ -121,8 +122,9 @@ def show_plan(arguments: argparse.Namespace) -> None:
     folder = None if arguments.calibrate == "published" else _run_folder(arguments.calibrate)
     modes = (arguments.guidance_mode,) if arguments.guidance_mode else advice.MODES
     config = config_of(arguments, 1, "cuda" if folder is None else _device(folder))
-    advice.check(config, gpus, arguments.goal, arguments.capacity_gib)
     arrivals = _arrivals(config, arguments.every_s, arguments.poisson)
+    cli.quiet()
+    advice.check(config, gpus, arguments.goal, arguments.capacity_gib)
     known = _rates(arguments, config, folder)
     table = advice.advise(config, gpus, arguments.goal, known, arguments.capacity_gib, modes, arrivals=arrivals)
     if arguments.json:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vdpp_core.denoise import Denoiser
 
 META = torch.device("meta")
+MOST_REMEMBERED = 20_000  # a step of the published UNet adds some 700
 MOST_CHUNKS = 256  # what is decoded then no longer grows the peak by much
 
 
@@ -63,6 +64,46 @@ class Trace:
     units: tuple[Unit, ...]
     events: tuple[Event, ...]
     prelude: int = 0
+
+
+class Remembering(TorchDispatchMode):
+    """What an operator gives on the meta device depends on its inputs' shapes alone. Python works that out, which is
+    most of the time of a step there; so it is done once for inputs that look the same, unless a view comes of it."""
+
+    known: ClassVar[dict[Any, tuple[bool, list[Any]]]] = {}  # operator and inputs -> one tensor or several, their looks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
+        if not tensors or any(tensor.device != META for tensor in tensors):
+            return func(*args, **given[1])
+        key = func, _looks(args), *((name, _looks(value)) for name, value in given[1].items())
+        if key in self.known:
+            single, looks = self.known[key]
+            made = [torch.empty_strided(*look[2:], dtype=look[1], device=META) for look in looks]
+            return made[0] if single else tuple(made)
+        out = func(*args, **given[1])
+        single, found = isinstance(out, Tensor), tree_leaves(out)
+        if all(isinstance(tensor, Tensor) and _is_new(tensor, tensors) for tensor in found):
+            if len(self.known) >= MOST_REMEMBERED:
+                self.known.clear()
+            self.known[key] = single, [_looks(tensor) for tensor in found]
+        return out
+
+
+def _looks(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.device, value.dtype, value.shape, value.stride()
+    return tuple(map(_looks, value)) if isinstance(value, list | tuple) else (type(value), value)
+
+
+def _is_new(tensor: Tensor, inputs: list[Tensor]) -> bool:
+    """Whether a tensor fills a storage of its own, as `empty_strided` would make it."""
+    storage = tensor.untyped_storage()
+    if tensor.device != META or storage._cdata in {given.untyped_storage()._cdata for given in inputs}:
+        return False
+    plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    return tensor.storage_offset() == 0 and storage.nbytes() == plain.untyped_storage().nbytes()
 
 
 @dataclass
@@ -171,7 +212,7 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     rehearse(unet, config.layout)
     pieces = [unet, *units(unet)]
     recorder = _Recorder(list(unet.parameters()))
-    with torch.no_grad(), _FusedAttention(), recorder:
+    with torch.no_grad(), _FusedAttention(), Remembering(), recorder:
         denoiser, latents = before_step(config, unet, dtype)
         prelude = len(recorder.events)
         with recorder.watching(unet, pieces):
@@ -196,7 +237,7 @@ def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
     recorder = _Recorder(list(vae.parameters()))
     batch, channels, frames, rows, columns = config.shape
     frames = min(frames, MOST_CHUNKS * config.decode_chunk_size)
-    with torch.no_grad(), _FusedAttention(), recorder:
+    with torch.no_grad(), _FusedAttention(), Remembering(), recorder:
         latents = torch.empty(batch, frames, channels, rows, columns, device=META, dtype=vae.dtype)
         with recorder.watching(vae, []):
             pixels = decode(pipeline, latents, frames, config.decode_chunk_size)

@@ -64,3 +64,9 @@ def wait_until() -> Callable[[Callable[[], Any], float], Any]:
         return answer
 
     return wait
+
+
+def launch_command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m launch`, from a folder."""
+    command = [sys.executable, "-m", "launch", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)

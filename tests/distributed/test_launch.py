@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import psutil
 import pytest
-from safetensors.torch import load_file, save_file
 
 import launch
-from launch.__main__ import main
-from vdpp_core import ConfigError, Parallel, RunConfig, runfolder
+from tests.distributed.conftest import launch_command
+from vdpp_core import Parallel, RunConfig, runfolder
 
 pytestmark = pytest.mark.alone
 
@@ -194,40 +191,6 @@ time.sleep(600)
         launch.attach("run", root=tmp_path).stop()
 
 
-@pytest.fixture
-def broken(tmp_path: Path) -> RunConfig:
-    """A run whose model computes no numbers, which no check before the start can see."""
-    model = tmp_path / "model"
-    shutil.copytree(str(RunConfig().source), model)
-    path = model / "unet" / "diffusion_pytorch_model.safetensors"
-    save_file({name: tensor * float("nan") for name, tensor in load_file(path).items()}, path)
-    more = {"latent_shape": (1, 4, 2, 8, 8), "total_steps": 2, "save_latents": True}
-    return RunConfig(model_id=str(model), device="cpu", parallel=Parallel(pp=2), **more)
-
-
-def test_the_tail_shows_what_a_rank_wrote(tmp_path: Path, broken: RunConfig):
-    """A rank whose latents are no numbers says so; the result names it."""
-    job = launch.start(broken.replace(output_dir=tmp_path / "run"))
-    result = job.wait(90)
-    assert result["outcome"] == "failed"
-    assert result["failure"]["rank"] == 1
-    assert "sample 0: latents are not finite" in result["failure"]["cause"]
-    assert "Traceback" in job.tail(result["failure"]["rank"], lines=200)
-
-
-def test_a_sweep_interleaves_its_repeats_and_goes_on_after_a_failed_run(tmp_path: Path, broken: RunConfig):
-    configs = [SHORT.replace(parallel=Parallel()), broken, SHORT.replace(parallel=Parallel(dp=2))]
-    sweep = launch.sweep(configs, repeats=2, root=tmp_path / "runs")
-    assert sweep.progress()["num_runs"] == 6
-    table = sweep.wait(200)
-    assert list(table["config"]) == [0, 1, 2, 2, 1, 0]
-    assert list(table["outcome"]) == ["ok", "failed", "ok", "ok", "failed", "ok"]
-    assert sweep.status() == "2 of 6 not ok: failed"
-    again = launch.attach(sweep.run_id, root=tmp_path / "runs")
-    assert isinstance(again, launch.Sweep)
-    pd.testing.assert_frame_equal(pd.read_csv(sweep.folder / "table.csv"), again.table(), check_dtype=False)
-
-
 def test_a_stopped_sweep_drops_what_waits(tmp_path: Path, wait_until: WaitUntil):
     sweep = launch.sweep([LONG.replace(parallel=Parallel())] * 2, root=tmp_path)
     first = sweep.jobs[0]
@@ -237,23 +200,6 @@ def test_a_stopped_sweep_drops_what_waits(tmp_path: Path, wait_until: WaitUntil)
     assert list(table["config"]) == [0, 1]
     assert all(is_gone(pid) for pid in pids(first.folder).values())
     assert not pids(sweep.jobs[1].folder)
-
-
-def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"dp × pp"):
-        launch.start(SHORT.replace(parallel=Parallel(pp=2), output_dir=tmp_path / "a"), nproc=3)
-    with pytest.raises(ConfigError, match=r"^device "):
-        launch.start(SHORT.replace(device="cuda:77", output_dir=tmp_path / "a"))
-    with pytest.raises(ConfigError, match=r"^repeats 0"):
-        launch.sweep([SHORT], repeats=0, root=tmp_path)
-    with pytest.raises(ConfigError, match=r"^run_id nowhere"):
-        launch.attach("nowhere", root=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def launch_command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
 
 
 def test_the_same_from_a_terminal(tmp_path: Path, wait_until: WaitUntil):
@@ -270,47 +216,3 @@ def test_the_same_from_a_terminal(tmp_path: Path, wait_until: WaitUntil):
         stopped = launch_command(tmp_path, "stop", run)
     assert "stopped" in stopped.stdout
     assert run in launch_command(tmp_path, "status").stdout
-
-
-def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
-    flags = ["--total-steps", "4", "--num-samples", "2", "--latent-shape", "1", "4", "2", "8", "8", "--json"]
-    done = launch_command(tmp_path, "sweep", "--ranks", "1,2", "--layouts", "pp,dp,cfg", "simulate", *flags)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert [row["layout"] for row in rows] == ["1 rank", "cfg 2", "pp 2", "dp 2"]
-    assert {row["outcome"] for row in rows} == {"ok"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["sweep", "--ranks", "0", "simulate"], "--ranks 0"),
-        (["sweep", "--ranks", "1,x", "simulate"], "--ranks 1,x"),
-        (["sweep", "--ranks", "1", "--layouts", "tp", "simulate"], "--layouts tp"),
-        (["sweep", "--ranks", "3", "--layouts", "cfg", "benchmark"], "--layouts cfg"),
-        (["sweep", "--ranks", "2", "--layouts", "frames", "benchmark", "--num-frames", "1"], "--frames 2"),
-        (["sweep", "--ranks", "2", "simulate", "--fsdp"], "--fsdp True"),
-        (["sweep", "--ranks", "2", "simulate", "--dp", "2"], "--dp 2"),
-        (["sweep", "--ranks", "2", "simulate", "--fsdp-same-sample"], "--fsdp-same-sample True"),
-        (["start", "--nproc", "0", "simulate"], "--nproc 0"),
-        (["start", "--nproc", "4", "simulate", "--fsdp", "--dp", "3"], "--dp 3"),
-        (["start", "--nproc", "2", "simulate", "--total-steps", "1"], "--pp 2"),
-        (["status", "nowhere"], "--run-id nowhere"),
-        (["start", "simulate", "--num-samples", "0"], "--num-samples 0"),
-    ],
-)
-def test_bad_input_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    named: str,
-):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert said.startswith(f"error: {named}")
-    assert not (tmp_path / "runs").exists()

@@ -8,46 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import papermill
 import pytest
 
 from launch import report
-
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-SMALL: dict[str, dict[str, Any]] = {
-    "00_setup": {"TOTAL_STEPS": 4, "NUM_SAMPLES": 2, "VIDEO_STEPS": 3},
-    "01_pipeline_vs_data_parallel": {
-        "LATENT_SHAPE": [1, 4, 3, 8, 8],
-        "TOTAL_STEPS": 5,
-        "NUM_SAMPLES": 3,
-        "REPEATS": 1,
-    },
-    "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16]},
-    "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "RANKS": [2]},
-    "04_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
-    "05_plots": {},
-}
-FIGURES = {
-    "00_setup": {"link"},
-    "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},
-    "02_fsdp_memory": {"memory_published", "memory_remedies", "memory_slider", "memory_measured"},
-    "03_latency": {"latency_published", "exchanged", "latency_slider", "latency_axes", "claims"},
-    "04_quality": {
-        "seeds",
-        "schedules",
-        "scheduler_videos",
-        "scheduler_quality",
-        "bucket_255",
-        "speed",
-        "guidance",
-        "steps_quality",
-    },
-    "05_plots": {"throughput", "latency", "scaling_efficiency"},
-}
-
-
-def read(path: Path) -> Any:
-    return nbformat.read(path, as_version=4)
+from tests.notebooks.conftest import NOTEBOOKS, PREDICTING, SMALL, assert_renders, read, texts
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -73,40 +37,13 @@ def test_every_slider_cell_is_followed_by_a_static_figure_of_the_same_function(p
             assert f"{function[1]}(" in following
 
 
-@pytest.fixture(scope="session")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """executed(name): a notebook run with small parameters; its runs lie in a folder of their own."""
-    work = tmp_path_factory.mktemp("notebooks")
-    known: dict[str, Any] = {}
-
-    def run(name: str) -> Any:
-        if name not in known:
-            out = work / f"{name}.ipynb"
-            source = next(path for path in NOTEBOOKS if path.stem == name)
-            papermill.execute_notebook(source, out, SMALL[name], cwd=work, progress_bar=False, kernel_name="python3")
-            known[name] = read(out)
-        return known[name]
-
-    return run
-
-
-def texts(book: Any) -> str:
-    outputs = [out for cell in book.cells if cell.cell_type == "code" for out in cell.outputs]
-    return "\n".join(out.get("text", "") + out.get("data", {}).get("text/html", "") for out in outputs)
-
-
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in PREDICTING])
 def test_executes_and_renders_to_a_page_that_needs_no_network(
     executed: Callable[[str], Any], name: str, tmp_path: Path
 ):
     if name == "05_plots":
         executed("01_pipeline_vs_data_parallel")  # its sweep is what the plots show
-    book = executed(name)
-    assert {path.stem for path in report.save_figures(book, tmp_path)} == FIGURES[name]
-    page = report.render(book, name)
-    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//[^"' >]+""", page)
-    assert "VBox(" not in page
-    assert page.count("data:image/png;base64,") >= len(FIGURES[name])
+    assert_renders(executed(name), name, tmp_path)
 
 
 def test_the_first_notebook_asserts_equality_of_one_and_two_ranks(executed: Callable[[str], Any]):
@@ -131,20 +68,6 @@ def test_the_second_notebook_shows_equality_and_the_corrected_published_rate(exe
     assert equality.count("<td>True</td>") == 9
     assert "<td>False</td>" not in equality
     assert "<td>0.410</td>" in shown  # 14 / (⌈14/4⌉ · 8.54 s), published as 0.409
-
-
-def test_the_memory_notebook_predicts_the_published_rows_and_runs_out_where_it_should(
-    executed: Callable[[str], Any],
-):
-    shown = texts(executed("02_fsdp_memory"))
-    assert "the request that fails: 2.75 GiB, published: 2.75 GiB" in shown
-    predicted, measured = (shown.index(words) for words in ("predicted / published", "measured / predicted"))
-    assert shown[predicted:measured].count("<td>oom</td>") == 2
-    outcomes = re.findall(r"<td>(oom|ok|failed|stopped)</td>", shown[measured:])
-    assert outcomes == ["oom", "oom", "ok", "ok", "ok", "ok"]
-    for layout in ("1 rank, small device", "step pipeline, small device"):
-        assert f"{layout}: rank" in shown
-    assert shown.count("out of memory while ") == 2
 
 
 def test_a_failing_notebook_is_named_with_its_cell_and_the_others_are_made(tmp_path: Path):

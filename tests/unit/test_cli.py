@@ -163,12 +163,9 @@ def assert_one_line(said, stdout, stderr, folder):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("benchmark --total-steps 0", "--total-steps 0: must be greater than or equal to 1"),
-        ("benchmark --steps 3", "--steps 3"),
-        ("simulate --world-size 5 --total-steps 4", "--pp 5: must be at most total_steps, 4"),
-        ("simulate --world-size 0", "--world-size 0: "),
-        ("generate --image nowhere.png", "--image nowhere.png: must be a readable image file"),
-        ("run nowhere", "nowhere"),
+        ("benchmark --steps 3", "--steps 3"),  # by the parser
+        ("simulate --world-size 5 --total-steps 4", "--pp 5: must be at most total_steps, 4"),  # by the configuration
+        ("generate --image nowhere.png", "--image nowhere.png: must be a readable image file"),  # by the machine
     ],
 )
 def test_a_mistake_costs_one_line_and_leaves_nothing(line, said, tmp_path):
@@ -179,35 +176,39 @@ def test_a_mistake_costs_one_line_and_leaves_nothing(line, said, tmp_path):
     assert_one_line(said, process.stdout, process.stderr, tmp_path)
 
 
-def run_prepared(folder):
-    command = [sys.executable, "-m", "vdpp_core", "run", str(folder)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert process.returncode == 2
-    assert process.stderr.startswith("error: ")
-    assert process.stderr.count("\n") == 1
-    assert str(folder) in process.stderr or "ranks" in process.stderr
+def run_prepared(folder, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", str(folder)])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert str(folder) in said or "ranks" in said
 
 
-def test_a_run_folder_for_other_ranks_is_left_as_it_is(tmp_path):
+def test_a_run_folder_for_other_ranks_is_left_as_it_is(tmp_path, capsys):
     folder = runfolder.create(RunConfig(command="simulate", output_dir=tmp_path / "run").for_ranks(2))
-    run_prepared(folder)
+    run_prepared(folder, capsys)
     assert runfolder.read_result(folder) is None
     assert runfolder.read_events(folder) == []
 
 
-def test_a_run_folder_is_run_once(tmp_path):
+def test_a_run_folder_is_run_once(tmp_path, capsys):
     """Events of two runs in one log would be read as one run."""
     folder = engine.run(RunConfig(command="simulate", total_steps=2, output_dir=tmp_path / "run"))
+    capsys.readouterr()  # of the run itself
     before = {path: path.read_bytes() for path in folder.rglob("*.json*")}
     assert folder / "result.json" in before
-    run_prepared(folder)
+    run_prepared(folder, capsys)
     assert {path: path.read_bytes() for path in folder.rglob("*.json*")} == before
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("benchmark --total-steps 0", "--total-steps 0: must be greater than or equal to 1"),
         ("benchmark --latent-shape 1 4 14 8", "--latent-shape 1 4 14 8: "),
+        ("simulate --world-size 0", "--world-size 0: "),
         ("simulate --world-size two", "--world-size two: "),
         ("simulate --world-size -2", "-2"),
         ("simulate --world-size 4 --dp 3", "dp × pp × cfg × frames = 3 × 1 × 1 × 1 must be the ranks, 4"),
@@ -215,6 +216,7 @@ def test_a_run_folder_is_run_once(tmp_path):
         ("benchmark --device cpu --backend nccl", "--backend nccl: "),
         ("benchmark --output-dir file/run", "--output-dir "),
         ("run", "folder"),
+        ("run nowhere", "nowhere"),
     ],
 )
 def test_a_mistake_in_this_process(line, said, tmp_path, monkeypatch, capsys):

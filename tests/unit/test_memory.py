@@ -6,10 +6,11 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, costs, memory, replay, tables
+from vdpp_core import ConfigError, Parallel, RunConfig, costs, machine, memory, replay, tables, trace
 from vdpp_core.__main__ import main
 from vdpp_core.limits import GIB
 
@@ -103,6 +104,29 @@ def test_sharded_steps_leave_nothing_behind():
     assert kept < end.allocated < 1.02 * kept
 
 
+@pytest.mark.parametrize("change", [
+    {}, {"parallel": Parallel(cfg=2, frames=2), "shortcuts": True}, {"dtype": "bf16", "latent_shape": (2, 4, 5, 9, 16)},
+])  # fmt: skip
+def test_what_is_remembered_of_operators_is_what_they_give(change, monkeypatch):
+    config = memory.alike(RunConfig(device="cpu", latent_shape=(1, 4, 5, 8, 8), parallel=Parallel()).replace(**change))
+
+    def traces():
+        whole = machine.DTYPES[change.get("dtype", "fp32")]
+        return trace.step.__wrapped__(config, whole), trace.decoding.__wrapped__(config, whole)
+
+    monkeypatch.setattr(trace.Remembering, "known", {})
+    for_the_first_time = traces()
+    assert len(trace.Remembering.known) > 100
+    monkeypatch.setattr(trace, "MOST_REMEMBERED", 0)
+    again = traces()
+    assert len(trace.Remembering.known) > 100  # nothing that looks new
+    monkeypatch.setattr(trace.Remembering, "known", {})
+    forgetting = traces()
+    assert len(trace.Remembering.known) == 1
+    monkeypatch.setattr(trace, "Remembering", nullcontext)
+    assert for_the_first_time == again == forgetting == traces()
+
+
 def test_what_would_make_it_fit_does():
     config = RunConfig(device="cuda", latent_shape=(1, 4, 24, 32, 32), parallel=Parallel())
     both = config.replace(enable_memory_opt=True)
@@ -118,7 +142,9 @@ def test_what_would_make_it_fit_does():
 
 
 def test_what_would_have_brought_the_documents_hardest_row_back():
-    assert memory.remedies(costs.published_config(PUBLISHED[3]), CARD_GIB * GIB)[0] == "--forward-chunking"
+    found = memory.remedies(costs.published_config(PUBLISHED[3]), CARD_GIB * GIB)
+    assert found[0] == "--forward-chunking"
+    assert "--frames 2 on 2 ranks" in found
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 5, 8, 8), (2, 4, 14, 40, 72), (1, 4, 50, 9, 16)])
@@ -179,13 +205,13 @@ def command(*arguments):
     return subprocess.run(line, capture_output=True, text=True, timeout=120)
 
 
-def test_the_command():
+def test_the_command(capsys):
     shape = ["--latent-shape", "1", "4", "25", "160", "288"]
     published = ["--model", "svd", *shape, "--dtype", "fp16", "--guidance-mode", "sequential"]
-    done = command(*published, "--fsdp", "--world-size", "7", "--capacity-gib", "23.68")
-    assert done.returncode == 0, done.stderr
+    main(["memory", *published, "--fsdp", "--world-size", "7", "--capacity-gib", "23.68"])
+    said = capsys.readouterr().out
     for words in ("dp 7 × fsdp", "20.465 GB a rank", "down_blocks.2.attentions.0, 0.201 GB", "fits in 23.68 GiB"):
-        assert words in done.stdout
+        assert words in said
 
 
 def test_the_command_for_programs(capsys):
@@ -227,7 +253,6 @@ def test_the_hardest_row_on_seven_cards_by_frames():
     assert split.total / GIB == pytest.approx(5.8, abs=0.1)
     assert sharded.total / GIB == pytest.approx(3.4, abs=0.1)
     assert memory.fit(hardest.replace(parallel=Parallel(frames=7)), CARD_GIB * GIB).fits
-    assert "--frames 2 on 2 ranks" in memory.remedies(hardest, CARD_GIB * GIB)
 
 
 def test_each_rank_has_one_pass_with_cfg_2():

@@ -4,16 +4,20 @@ unet(sample (B, F, 8, H, W), timestep, encoder_hidden_states (B, 1, D), added_ti
 returns a tuple with the prediction (B, F, 4, H, W). Nothing here knows of ranks.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 from torch import nn
 
 from vdpp_core.config import RunConfig
 from vdpp_core.unets import shortcuts, weights
 from vdpp_core.unets.dummy import DummyUNet
 from vdpp_core.unets.published import PUBLISHED_SCHEDULER
+
+if TYPE_CHECKING:
+    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 
 
 def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
@@ -55,6 +59,8 @@ def load_scheduler(config: RunConfig, device: torch.device) -> EulerDiscreteSche
 
     Always Euler's (vdpp_core/machine.py refuses others): solvers with memory of earlier steps need it handed on.
     """
+    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler  # takes seconds to import
+
     if config.source is None:
         scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
     else:

@@ -1,0 +1,82 @@
+"""Notebooks executed with small parameters. Their tests lie in two files, which can run side by side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import pytest
+
+from launch import report
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+SMALL: dict[str, dict[str, Any]] = {
+    "00_setup": {"TOTAL_STEPS": 4, "NUM_SAMPLES": 2, "VIDEO_STEPS": 3},
+    "01_pipeline_vs_data_parallel": {
+        "LATENT_SHAPE": [1, 4, 3, 8, 8],
+        "TOTAL_STEPS": 5,
+        "NUM_SAMPLES": 3,
+        "REPEATS": 1,
+    },
+    "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16]},
+    "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "RANKS": [2]},
+    "04_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
+    "05_plots": {},
+}
+PREDICTING = ["02_fsdp_memory", "03_latency"]  # in test_predicting.py
+FIGURES = {
+    "00_setup": {"link"},
+    "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},
+    "02_fsdp_memory": {"memory_published", "memory_remedies", "memory_slider", "memory_measured"},
+    "03_latency": {"latency_published", "exchanged", "latency_slider", "latency_axes", "claims"},
+    "04_quality": {
+        "seeds",
+        "schedules",
+        "scheduler_videos",
+        "scheduler_quality",
+        "bucket_255",
+        "speed",
+        "guidance",
+        "steps_quality",
+    },
+    "05_plots": {"throughput", "latency", "scaling_efficiency"},
+}
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.fixture(scope="session")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """executed(name): a notebook run with small parameters; its runs lie in a folder of their own."""
+    work = tmp_path_factory.mktemp("notebooks")
+    known: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in known:
+            out = work / f"{name}.ipynb"
+            source = next(path for path in NOTEBOOKS if path.stem == name)
+            papermill.execute_notebook(source, out, SMALL[name], cwd=work, progress_bar=False, kernel_name="python3")
+            known[name] = read(out)
+        return known[name]
+
+    return run
+
+
+def texts(book: Any) -> str:
+    outputs = [out for cell in book.cells if cell.cell_type == "code" for out in cell.outputs]
+    return "\n".join(out.get("text", "") + out.get("data", {}).get("text/html", "") for out in outputs)
+
+
+def assert_renders(book: Any, name: str, folder: Path) -> None:
+    """To a page that needs no network, with all of its figures."""
+    assert {path.stem for path in report.save_figures(book, folder)} == FIGURES[name]
+    page = report.render(book, name)
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//[^"' >]+""", page)
+    assert "VBox(" not in page
+    assert page.count("data:image/png;base64,") >= len(FIGURES[name])

@@ -1,0 +1,76 @@
+"""What the training of the tiny model starts from, and the tiny model that it made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vdpp_core.assets import judge, model, train
+from vdpp_core.assets.clips import held_out
+from vdpp_core.config import MODELS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_autoencoder_starts_as_a_thumbnail_in_colour():
+    torch.manual_seed(1)
+    pixels = held_out(8).draw(1)[:, 0] * 2 - 1
+    with torch.no_grad():
+        latents = model.vae().encode(pixels).latent_dist.mode()[:, :3]
+    small = torch.nn.functional.avg_pool2d(pixels, 8)
+    for channel in range(3):
+        pair = torch.stack([latents[:, channel].flatten(), small[:, channel].flatten()])
+        assert torch.corrcoef(pair)[0, 1] > 0.7
+
+
+def test_the_autoencoder_shows_something_before_any_training():
+    torch.manual_seed(1)
+    pixels = held_out(8).draw(1)[:, 0] * 2 - 1
+    vae = model.vae()
+    with torch.no_grad():
+        shown = vae.decode(vae.encode(pixels).latent_dist.mode(), num_frames=1).sample
+    assert -10 * np.log10(((shown - pixels) ** 2).mean() / 4) > 8
+
+
+def test_the_unet_starts_with_the_image_in_every_frame():
+    torch.manual_seed(2)
+    noisy = torch.randn(2, 14, 8, 8, 8)
+    with torch.no_grad():
+        start = model.unet()(noisy, torch.ones(2), torch.randn(2, 1, 32), torch.rand(2, 3), return_dict=False)[0]
+    pair = torch.stack([start.flatten(), -noisy[:, :, 4:].flatten()])
+    assert torch.corrcoef(pair)[0, 1] > 0.95
+
+
+def test_sigmas_cover_the_schedule_and_stay_within_it():
+    torch.manual_seed(0)
+    drawn = torch.cat([train._sigmas() for _ in range(500)])
+    assert (drawn.min() >= 0.002) & (drawn.max() <= 700)
+    assert drawn.log().median().item() == pytest.approx(0.7, abs=0.15)
+    assert (drawn > 100).float().mean() > 0.01
+
+
+def test_the_shipped_model_is_small_and_its_autoencoder_good():
+    folder = Path(str(MODELS["tiny"]))
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 14e6
+    clips, shown = judge.autoencoded(judge.load(folder), held_out(8))
+    assert -10 * np.log10(((clips - shown) ** 2).mean()) >= 26
+
+
+def test_the_shipped_model_animates_images_that_it_never_saw():
+    """Of eight, in fewer steps than `judge` takes; its figures are in TRAINING.md."""
+    pipeline, scenes = judge.load(str(MODELS["tiny"])), held_out(8)
+    right = judge.assess(judge.videos(pipeline, scenes.images(), num_inference_steps=10), scenes)
+    assert right.psnr_first_db.median() >= 20
+    assert right.present_last.mean() >= 0.75
+    forgotten = judge.with_scheduler(pipeline, **judge.FORGOTTEN)
+    wrong = judge.assess(judge.videos(forgotten, scenes.images(), num_inference_steps=10), scenes)
+    assert (wrong.background_error > right.background_error).all()
