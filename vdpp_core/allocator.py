@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -32,6 +34,7 @@ class Block:
     free: bool = False
     before: Block | None = None
     after: Block | None = None
+    place: tuple[int, int, int] = (0, 0, 0)  # in the cache: by size, segment and turn
 
 
 class CachingAllocator:
@@ -42,7 +45,8 @@ class CachingAllocator:
         self.capacity = capacity
         self.reserved = self.allocated = self.peak_reserved = 0
         self.segments = 0
-        self.cached: defaultdict[tuple[bool, int], list[Block]] = defaultdict(list)
+        self.turns = itertools.count()
+        self.cached: defaultdict[tuple[bool, int], list[tuple[tuple[int, int, int], Block]]] = defaultdict(list)
 
     def allocate(self, size: int, stream: int = 0) -> Block:
         """The smallest free block that is large enough, split where what is left is worth keeping; else a new segment.
@@ -52,12 +56,9 @@ class CachingAllocator:
         """
         size = max(GRANULE, -(-size // GRANULE) * GRANULE)
         pool = size <= SMALL, stream
-        fitting = [block for block in self.cached[pool] if block.size >= size]
-        if fitting:
-            block = min(fitting, key=lambda block: (block.size, block.order))
-            self.cached[pool].remove(block)
-        else:
-            block = self._segment(size, pool)
+        cached = self.cached[pool]
+        smallest = bisect_left(cached, ((size, 0, 0),))
+        block = cached.pop(smallest)[1] if smallest < len(cached) else self._segment(size, pool)
         self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -69,7 +70,8 @@ class CachingAllocator:
         block.free = True
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
-                self.cached[block.pool].remove(neighbour)
+                cached = self.cached[block.pool]
+                del cached[bisect_left(cached, (neighbour.place,))]
                 block.size += neighbour.size
                 if neighbour is block.before:
                     block.before = neighbour.before
@@ -79,7 +81,11 @@ class CachingAllocator:
                     block.after = neighbour.after
                     if block.after is not None:
                         block.after.before = block
-        self.cached[block.pool].append(block)
+        self._cache(block)
+
+    def _cache(self, block: Block) -> None:
+        block.place = block.size, block.order, next(self.turns)
+        insort(self.cached[block.pool], (block.place, block))
 
     def _segment(self, size: int, pool: tuple[bool, int]) -> Block:
         if pool[0]:
@@ -105,10 +111,10 @@ class CachingAllocator:
             if block.after is not None:
                 block.after.before = rest
             block.after, block.size = rest, size
-            self.cached[block.pool].append(rest)
+            self._cache(rest)
 
     def _give_back(self) -> None:
-        for pool, blocks in self.cached.items():
-            whole = [block for block in blocks if block.before is None and block.after is None]
-            self.reserved -= sum(block.size for block in whole)
-            self.cached[pool] = [block for block in blocks if block not in whole]
+        for pool, cached in self.cached.items():
+            parts = [(place, block) for place, block in cached if block.before or block.after]
+            self.reserved -= sum(block.size for _, block in cached) - sum(block.size for _, block in parts)
+            self.cached[pool] = parts

@@ -135,7 +135,7 @@ def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, C
     unet = unets.ready(config, unets.on_meta(config, dtype))
     groups = trace.rehearse(unet, config.layout, member)
     denoiser, latents = trace.before_step(config, unet, dtype)
-    with FlopCounterMode(display=False) as counter:
+    with trace.Remembering(), FlopCounterMode(display=False) as counter:
         denoiser.begin(0, 0).step(latents, 0)
     sent: Counter[str] = Counter()
     for axis, group in groups.items():
