@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import ipywidgets as widgets
+import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+SCREEN_DPI = 100
 
 
 def sliders(draw: Callable[..., Figure], **controls: widgets.Widget) -> widgets.VBox:
@@ -20,7 +23,9 @@ def sliders(draw: Callable[..., Figure], **controls: widgets.Widget) -> widgets.
 
     def redraw(*_: Any) -> None:
         buffer = io.BytesIO()
-        draw(**{name: control.value for name, control in controls.items()}).savefig(buffer, format="png")
+        figure = draw(**{name: control.value for name, control in controls.items()})
+        with plt.rc_context({"text.hinting": "no_hinting"}):  # soon, not small
+            figure.savefig(buffer, format="png", dpi=SCREEN_DPI, pil_kwargs={"compress_level": 1})
         picture.value = buffer.getvalue()
 
     for name, control in controls.items():

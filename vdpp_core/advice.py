@@ -18,6 +18,7 @@ from vdpp_core.costs import Cost
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
 from vdpp_core.limits import GIB
+from vdpp_core.metrics import Span
 from vdpp_core.rates import Rates
 from vdpp_core.schedule import Schedule, Seconds
 
@@ -122,6 +123,31 @@ def advise(
     table.insert(0, "place", pd.Series(range(1, len(fitting) + 1), dtype="Int64").reindex(table.index))
     table.attrs = {"goal": goal, "source": str(known), "error": known.error, "capacity_gib": capacity_gib}
     return table
+
+
+def look(
+    config: RunConfig,
+    chosen: Parallel,
+    gpus: int,
+    goal: str,
+    known: Rates,
+    capacity_gib: float,
+    figures: Figures,
+    arrivals: ArrayLike = 0.0,
+) -> tuple[pd.DataFrame, list[Span] | str]:
+    """`advise`, and the schedule of one layout; or, in words, why there is none. Nothing is raised."""
+    table = pd.DataFrame(columns=["place", *_fallen(chosen, "")])
+    try:
+        table = advise(config, gpus, goal, known, capacity_gib, figures=figures, arrivals=arrivals)
+        if chosen.world_size > gpus:
+            raise ConfigError("layout", chosen, f"needs {chosen.world_size} ranks, there are {gpus}")
+        if chosen.fsdp and chosen.shards == 1:
+            raise ConfigError("fsdp", True, "with one rank a stage there is nobody to share the parameters with")
+        mode = table["guidance"][table["layout"] == str(chosen)].item()
+        config = config.replace(parallel=chosen, guidance_mode=mode if mode in MODES else MODES[0])
+        return table, foretold(config, figures.cost(config), known, arrivals).spans()
+    except ConfigError as error:
+        return table, str(error)
 
 
 def layouts(gpus: int) -> Iterator[Parallel]:

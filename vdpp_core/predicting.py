@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vdpp_core import advice, cli, machine, memory, rates, runfolder, schedule
+from vdpp_core import advice, checks, cli, machine, memory, rates, runfolder, schedule
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import AXES
@@ -168,10 +168,10 @@ def _rates(arguments: argparse.Namespace, config: RunConfig, folder: Path | None
         if not 1 / FAR < (times := rates.beyond(config, row)) < FAR:
             cli.warn([f"a step has {times:.2g} × the operations of the published row: calibrate on a run of your own"])
         known = rates.published(row, link)
-        return known.checked(rates.against_published(known))
+        return known.checked(checks.against_published(known))
     known = rates.from_run(folder, link)
     beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
-    return known.checked(rates.against_runs([folder, *beside], known))
+    return known.checked(checks.against_runs([folder, *beside], known))
 
 
 def _run_folder(name: str) -> Path:

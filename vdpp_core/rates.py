@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -81,7 +79,7 @@ class Rates:
         return f"{self.flops_per_s / 1e12:.4g} TFLOP/s ({self.source}; {known}); link: {self.link.source}"
 
     def checked(self, table: pd.DataFrame) -> Rates:
-        """The same with the errors of a table of `against_published` or `against_runs`."""
+        """The same with the errors of a table of `vdpp_core.checks`."""
         errors = table.loc[~table["calibrated on"], "error"].dropna()
         return replace(self, error=(float(errors.min()), float(errors.max())) if len(errors) else None)
 
@@ -123,13 +121,14 @@ def from_run(folder: Path, link: Link | None = None) -> Rates:
     """What the ranks of a finished run computed in a second, what lies between their steps included.
 
     Raises:
-        ConfigError: it did not finish, or its ranks waited for each other within a step.
+        ConfigError: it did not finish, its ranks waited for each other within a step, or its model is gone.
     """
     config, result = RunConfig.read(folder), runfolder.read_result(folder)
     if result is None or result["outcome"] != "ok":
         raise ConfigError("calibrate", folder, "must be a run that finished")
-    if config.layout.lockstep > 1 or config.layout.fsdp:
+    if not is_plain(config.layout):
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
+    machine.check_model(config)
     spans = results.measured_spans(runfolder.read_events(folder))
     sizes = [len(steps) for steps in config.stages()]
     steps = sum(sizes[config.layout.place(span.rank).stage] for span in spans)
@@ -140,7 +139,7 @@ def from_run(folder: Path, link: Link | None = None) -> Rates:
         link or measured_link("cpu" if on_cpu else "cuda"),
         f"measured: run {folder.name}",
         on=folder.name,
-        setting=_setting(config, result),
+        setting=setting_of(config, result),
         cores=result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None,
     )
 
@@ -153,7 +152,7 @@ def published(row: int, link: Link | None = None) -> Rates:
     """
     if row not in ALONE:
         raise ConfigError("row", row, f"must be a published run of one card that finished: {ALONE}")
-    found = _published_rows()[row]
+    found = published_rows()[row]
     step = found["first_sample_time_s"] / costs.PUBLISHED_STEPS
     flops = costs.cost(costs.published_config(found)).flops
     return Rates(flops / step, link or published_link(), f"published: one A5000 at {_shape(found)}", on=row)
@@ -161,7 +160,7 @@ def published(row: int, link: Link | None = None) -> Rates:
 
 def published_link() -> Link:
     """Bytes a second of FSDP's parameters between seven A5000; the latency of a message cannot be told from it."""
-    row = _published_rows()[WAITING]
+    row = published_rows()[WAITING]
     step = row["first_sample_time_s"] / costs.PUBLISHED_STEPS
     gathered = costs.cost(costs.published_config(row)).gathered
     source = (
@@ -193,17 +192,17 @@ def measured_link(device_type: str) -> Link:
 def nearest_row(config: RunConfig) -> int:
     """The published row of one card whose video is nearest in size to a run's."""
     size = math.prod(config.shape[2:])
-    rows = _published_rows()
+    rows = published_rows()
     return min(ALONE, key=lambda row: abs(math.log(size / rows[row]["frames"] / math.prod(rows[row]["latent_hw"]))))
 
 
 def beyond(config: RunConfig, row: int) -> float:
     """By how much the operations of a step on one rank are more than those of a published row, or less: a factor."""
-    known = costs.cost(costs.published_config(_published_rows()[row])).flops
+    known = costs.cost(costs.published_config(published_rows()[row])).flops
     return costs.cost(config.replace(parallel=Parallel())).flops / known
 
 
-def _published_rows() -> dict[int, dict[str, Any]]:
+def published_rows() -> dict[int, dict[str, Any]]:
     return {row["id"]: row for row in tables.published()["memory_cfg3_28steps_1sample"]}
 
 
@@ -211,85 +210,12 @@ def _shape(row: dict[str, Any]) -> str:
     return " × ".join(map(str, [row["frames"], *row["latent_hw"]]))
 
 
-def against_published(rates: Rates) -> pd.DataFrame:
-    """Predictions beside the published times of SVD that were reached, in seconds; index: experiment and row.
-
-    memory: the first sample. throughput, and pp: the average interval of a step pipeline. dp: the makespan of 14
-    samples, of an experiment that does not state its guidance; with one pass a step its times come nearest.
-    """
-    found = {}
-    for name, config, number, known, calibrated in _published_times(rates):
-        foretold = predict(config, rates).numbers()[number]
-        found[name] = {
-            "video": _video(config),
-            "layout": str(config.layout),
-            "predicted_s": foretold,
-            "known_s": known,
-            "error": foretold / known - 1,
-            "calibrated on": calibrated,
-        }
-    return pd.DataFrame(found).T.astype({"predicted_s": float, "known_s": float, "error": float, "calibrated on": bool})
+def is_plain(layout: Parallel) -> bool:
+    """Whether ranks compute their steps without each other."""
+    return layout.lockstep == 1 and not layout.fsdp
 
 
-def _published_times(rates: Rates) -> Iterator[tuple[str, RunConfig, str, float, bool]]:
-    """Name, run, which of its numbers, what that was, and whether the rates are known from it."""
-    for row, facts in _published_rows().items():
-        if facts["first_sample_time_s"] is not None:
-            on = rates.link.on if facts["mode"] == "fsdp" else rates.on
-            config = costs.published_config(facts)
-            yield f"memory, row {row}", config, "first_sample_time_s", facts["first_sample_time_s"], on == row
-    experiment = tables.published()["throughput_cfg3_14x72x128"]
-    base = costs.published_config(_published_rows()[1]).replace(num_samples=experiment["num_samples"])
-    for facts in experiment["rows"]:
-        config = base.replace(parallel=Parallel(pp=facts["world_size"]))
-        name = f"throughput, pp {facts['world_size']}"
-        yield name, config, "avg_sample_time_s", facts["avg_sample_time_s"], False
-    experiment = tables.published()["pipeline_vs_data_parallel"]
-    samples = experiment["num_samples"]
-    base = base.replace(num_samples=samples, latent_shape=experiment["latent_shape"], guidance_scale=1.0)
-    for facts in experiment["svd_fp16"]:
-        gpus = facts["world_size"]
-        config = base.replace(parallel=Parallel(pp=gpus))
-        yield f"comparison, pp {gpus}", config, "avg_sample_time_s", facts["pipeline_avg_s"], False
-        config = base.replace(parallel=Parallel(dp=gpus))
-        yield f"comparison, dp {gpus}", config, "makespan_s", samples / facts["data_samples_per_s"], False
-
-
-def _video(config: RunConfig) -> str:
-    return " × ".join(map(str, config.shape[2:]))
-
-
-def against_runs(folders: Sequence[Path], rates: Rates) -> pd.DataFrame:
-    """Predictions beside the makespan and the mean latency of finished runs, in seconds. Runs of another UNet, device,
-    type or number of threads than the one that the rates are known from are left out."""
-    found = []
-    for folder in folders:
-        result = runfolder.read_result(folder)
-        if result is None or result["outcome"] != "ok":
-            continue
-        config = RunConfig.read(folder)
-        if _setting(config, result) != rates.setting:
-            continue
-        foretold = predict(config, rates).numbers()
-        found.append(
-            {
-                "run": folder.name,
-                "layout": str(config.layout),
-                "video": _video(config),
-                "samples": config.num_samples,
-                "predicted_makespan_s": foretold["makespan_s"],
-                "makespan_s": result["makespan_s"],
-                "error": foretold["makespan_s"] / result["makespan_s"] - 1,
-                "predicted_latency_s": fmean(foretold["latency_s"]),
-                "latency_s": fmean(result["latency_s"]),
-                "latency error": fmean(foretold["latency_s"]) / fmean(result["latency_s"]) - 1,
-                "calibrated on": folder.name == rates.on,
-            }
-        )
-    return pd.DataFrame(found)
-
-
-def _setting(config: RunConfig, result: dict[str, Any]) -> str:
+def setting_of(config: RunConfig, result: dict[str, Any]) -> str:
     """What has to be the same for one run to say something about another."""
     device, threads = (
         str(result["device"]).partition(":")[0],

@@ -24,8 +24,8 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16]},
     "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "RANKS": [2]},
-    "04_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
-    "05_plots": {},
+    "05_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
+    "06_plots": {},
 }
 PREDICTING = ["02_fsdp_memory", "03_latency"]  # in test_predicting.py
 FIGURES = {
@@ -33,7 +33,7 @@ FIGURES = {
     "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},
     "02_fsdp_memory": {"memory_published", "memory_remedies", "memory_slider", "memory_measured"},
     "03_latency": {"latency_published", "exchanged", "latency_slider", "latency_axes", "claims"},
-    "04_quality": {
+    "05_quality": {
         "seeds",
         "schedules",
         "scheduler_videos",
@@ -43,7 +43,7 @@ FIGURES = {
         "guidance",
         "steps_quality",
     },
-    "05_plots": {"throughput", "latency", "scaling_efficiency"},
+    "06_plots": {"throughput", "latency", "scaling_efficiency"},
 }
 
 

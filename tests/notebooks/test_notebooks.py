@@ -41,7 +41,7 @@ def test_every_slider_cell_is_followed_by_a_static_figure_of_the_same_function(p
 def test_executes_and_renders_to_a_page_that_needs_no_network(
     executed: Callable[[str], Any], name: str, tmp_path: Path
 ):
-    if name == "05_plots":
+    if name == "06_plots":
         executed("01_pipeline_vs_data_parallel")  # its sweep is what the plots show
     assert_renders(executed(name), name, tmp_path)
 
@@ -54,9 +54,9 @@ def test_the_first_notebook_asserts_equality_of_one_and_two_ranks(executed: Call
 
 def test_videos_are_embedded_and_equal_to_the_official_ones(executed: Callable[[str], Any]):
     assert report.render(executed("00_setup"), "set-up").count('src="data:video/mp4;base64,') == 2
-    page = report.render(executed("04_quality"), "quality")
+    page = report.render(executed("05_quality"), "quality")
     assert page.count('src="data:video/mp4;base64,') == 2 + 4 + 4  # official and split, seeds, right and wrong
-    shown = texts(executed("04_quality"))
+    shown = texts(executed("05_quality"))
     equality = shown[shown.index("equal_latents") :]
     assert re.findall(r"<th>equal_frames</th>\s*<td>([\d.]+)</td>", equality) == ["4.0"]
     assert "ball.png, 256 × 256 pixels, resized to 64 × 64" in shown

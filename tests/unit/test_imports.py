@@ -60,6 +60,7 @@ LAYERS = [
     },
     {
         "vdpp_core.assets.train",
+        "vdpp_core.planner_plots",
         "vdpp_core.latency_plots",
         "vdpp_core.parallel",
         "vdpp_core.parallel.collectives",
@@ -76,7 +77,7 @@ LAYERS = [
     {"vdpp_core.assets.judge", "vdpp_core.replay"},
     {"vdpp_core.costs", "vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
     {"vdpp_core.rates"},
-    {"vdpp_core.advice"},
+    {"vdpp_core.advice", "vdpp_core.checks"},
     {"vdpp_core.estimates", "vdpp_core.predicting"},
     {"vdpp_core.engine"},
     {"vdpp_core.peers"},
@@ -85,7 +86,7 @@ LAYERS = [
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
     *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
-    *("advice", "article", "estimates", "predicting", "tables", "trace"),
+    *("advice", "article", "checks", "estimates", "planner_plots", "predicting", "tables", "trace"),
     *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
 }
 OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "peers")} | {

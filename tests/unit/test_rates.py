@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, costs, engine, rates, runfolder, tables
+from vdpp_core import ConfigError, Parallel, RunConfig, checks, costs, engine, rates, runfolder, tables
 from vdpp_core.rates import Link, Rates
 
 PUBLISHED = tables.published()
@@ -24,7 +24,7 @@ def card() -> Rates:
 
 
 def test_calibrated_on_the_smallest_video_the_larger_ones_are_within_10_percent(card):
-    table = rates.against_published(card)
+    table = checks.against_published(card)
     assert table.index[table["calibrated on"]].tolist() == ["memory, row 1", "memory, row 5"]
     for row in (2, 3):
         assert table["predicted_s"][f"memory, row {row}"] == pytest.approx(ROWS[row]["first_sample_time_s"], rel=0.1)
@@ -42,7 +42,7 @@ def test_calibrated_on_the_smallest_video_the_larger_ones_are_within_10_percent(
 
 @pytest.mark.parametrize("row", [1, 2, 3])
 def test_any_row_of_one_card_foretells_the_others(row):
-    table = rates.against_published(rates.published(row))
+    table = checks.against_published(rates.published(row))
     assert table["error"].filter(like="memory").abs().max() < 0.1
 
 
@@ -121,7 +121,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_foretells_itself(run):
     """All of its time lies in spans; what is left are the moments between samples."""
     known = rates.from_run(run, Link(1e9))
-    table = rates.against_runs([run], known)
+    table = checks.against_runs([run], known)
     assert table["calibrated on"].tolist() == [True]
     assert table["error"].abs().max() < 0.05
     assert table["predicted_latency_s"][0] == pytest.approx(fmean(runfolder.read_result(run)["latency_s"]), rel=0.05)
@@ -134,7 +134,7 @@ def test_runs_of_another_kind_say_nothing(run, tmp_path):
     other = engine.run(RunConfig.read(run).replace(output_dir=tmp_path / "run", shortcuts=True, num_samples=1))
     same = engine.run(RunConfig.read(run).replace(output_dir=tmp_path / "same", num_samples=1, total_steps=2))
     failed = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "failed"))
-    table = rates.against_runs([run, other, same, failed], rates.from_run(run, Link(1e9)))
+    table = checks.against_runs([run, other, same, failed], rates.from_run(run, Link(1e9)))
     assert table["run"].tolist() == ["of-three", "same"]
     assert rates.from_run(run, Link(1e9)).checked(table).error == (table["error"][1], table["error"][1])
 
