@@ -134,7 +134,7 @@ def test_a_rank_that_stands_still_is_named_and_ended_soon(tmp_path: Path, wait_u
 
 
 def test_looking_at_a_run_that_somebody_started_by_hand_leaves_it_alone(tmp_path: Path, wait_until: WaitUntil):
-    folder = runfolder.create(SHORT.replace(output_dir=tmp_path / "run", total_steps=50, num_samples=100).for_ranks(1))
+    folder = runfolder.create(SHORT.replace(output_dir=tmp_path / "run", total_steps=50, num_samples=20).for_ranks(1))
     job = launch.attach("run", root=tmp_path)
     assert job.status() == "starting"
     by_hand = subprocess.Popen([sys.executable, "-m", "vdpp_core", "run", str(folder)])
