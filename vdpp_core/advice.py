@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol, get_args
 
+import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 from tqdm import tqdm
 
-from vdpp_core import costs, machine, memory, rates, schedule
+from vdpp_core import costs, machine, memory, rates
 from vdpp_core.config import RunConfig
 from vdpp_core.costs import Cost
 from vdpp_core.errors import ConfigError
@@ -20,7 +21,7 @@ from vdpp_core.layout import Parallel
 from vdpp_core.limits import GIB
 from vdpp_core.metrics import Span
 from vdpp_core.rates import Rates
-from vdpp_core.schedule import Schedule, Seconds
+from vdpp_core.schedule import Schedule
 
 MOST_GPUS = 16
 # Of a card's nominal size: of the documents' A5000, 24564 MiB by nvidia-smi, PyTorch found 23.68 GiB
@@ -32,12 +33,21 @@ GOALS = {  # goal -> columns to rank by, the first one first
     "memory": ("needed_gib", "latency_s"),
 }
 WANTED = {
-    "latency": "the soonest from a video's first step to its last",
+    "latency": "the soonest from a video's first step to its last; of videos that arrive one by one, from its arrival",
     "throughput": "the soonest with all videos",
     "cadence": "the shortest of the longest waits between two videos",
     "memory": "the least memory of a rank",
 }
-NUMBERS = ["latency_s", "longest_interval_s", "makespan_s", "samples_per_s", "utilisation", "peak_gib", "needed_gib"]
+NUMBERS = [
+    "latency_s",
+    "response_s",
+    "longest_interval_s",
+    "makespan_s",
+    "samples_per_s",
+    "utilisation",
+    "peak_gib",
+    "needed_gib",
+]
 MODES = get_args(RunConfig.model_fields["guidance_mode"].annotation)
 
 
@@ -90,8 +100,9 @@ def advise(
     """Every layout on at most so many GPUs, the best first, those that do not fit last.
 
     Columns: `place` (1 is best, missing where it falls out), `layout`, the axes and `fsdp`, `gpus`, `guidance` (the
-    first mode that fits), `latency_s` (mean), `longest_interval_s`, `makespan_s`, `samples_per_s`, `utilisation` (mean
-    of the ranks), `peak_gib`, `needed_gib` (allowances counted), `reason`. `attrs`: goal, the rates' source and error.
+    first mode that fits), `latency_s` and `response_s` (means; the latter from a sample's arrival to its end),
+    `longest_interval_s`, `makespan_s`, `samples_per_s`, `utilisation` (mean of the ranks), `peak_gib`, `needed_gib`
+    (allowances counted), `reason`. `attrs`: goal, whether samples arrive `one_by_one`, the rates' source and error.
 
     Args:
         known: what a rank computes in a second, and the link.
@@ -116,12 +127,15 @@ def advise(
         if rows[-1]["fits"] and not layout.fsdp:
             fit_whole.add((layout.cfg, layout.frames))
     table = pd.DataFrame(rows)
+    one_by_one = bool(np.any(arrivals))
     order = [*GOALS[goal], "gpus", "fsdp", "needed_gib"]
+    if one_by_one and goal == "latency":
+        order.insert(0, "response_s")
     fitting = table[table["fits"]].sort_values(order, kind="stable")
     rest = table[~table["fits"]].sort_values(["gpus", "needed_gib"], kind="stable")
     table = pd.concat([fitting, rest], ignore_index=True).drop(columns="fits")
     table.insert(0, "place", pd.Series(range(1, len(fitting) + 1), dtype="Int64").reindex(table.index))
-    table.attrs = {"goal": goal, "source": str(known), "error": known.error, "capacity_gib": capacity_gib}
+    table.attrs = {"goal": goal, "source": str(known), "error": known.error, "one_by_one": one_by_one}
     return table
 
 
@@ -145,7 +159,7 @@ def look(
             raise ConfigError("fsdp", True, "with one rank a stage there is nobody to share the parameters with")
         mode = table["guidance"][table["layout"] == str(chosen)].item()
         config = config.replace(parallel=chosen, guidance_mode=mode if mode in MODES else MODES[0])
-        return table, foretold(config, figures.cost(config), known, arrivals).spans()
+        return table, rates.foretold(config, figures.cost(config), known, arrivals).spans()
     except ConfigError as error:
         return table, str(error)
 
@@ -204,7 +218,7 @@ def _row(
     else:
         return row | {"reason": _too_large(layout, config.shape[2], room, capacity_gib or 0.0)}
     cost = figures.cost(candidate)
-    planned = foretold(candidate, cost, known, arrivals)
+    planned = rates.foretold(candidate, cost, known, arrivals)
     return row | times(planned) | {"reason": _why(candidate, cost, known, planned)}
 
 
@@ -213,17 +227,12 @@ def _fallen(layout: Parallel, reason: str) -> dict[str, Any]:
     return {**words, "fits": False, **dict.fromkeys(NUMBERS, math.nan)}
 
 
-def foretold(config: RunConfig, cost: Cost, known: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
-    """The schedule of a run on ranks that are all alike."""
-    step = rates.seconds(cost, rates.shared(config, known))
-    return schedule.predict(config, Seconds(step, hop=rates.hop_s(config, known)), arrivals)
-
-
 def times(planned: Schedule) -> dict[str, float]:
     """What people ask of a schedule, in the columns of `advise`."""
     found = planned.numbers()
     return {
         "latency_s": fmean(found["latency_s"]),
+        "response_s": float(planned.response_s.mean()),
         "longest_interval_s": max(found["interval_s"], default=math.nan),
         "makespan_s": found["makespan_s"],
         "samples_per_s": found["samples_per_s"],

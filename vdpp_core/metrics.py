@@ -95,3 +95,11 @@ def numbers_of(
         "utilisation_per_rank": utilisation.tolist(),
         "bubble": 1 - float(utilisation.mean()),
     }
+
+
+def others_at_work(spans: Sequence[Span]) -> Array:
+    """(spans,): how many other ranks were at work during each of them, on average."""
+    rank, start, end = (np.array([getattr(span, name) for span in spans]) for name in ("rank", "start", "end"))
+    together = np.minimum(end[:, None], end) - np.maximum(start[:, None], start)
+    together[(rank[:, None] == rank) | (together < 0)] = 0.0
+    return together.sum(axis=1) / (end - start)

@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from vdpp_core.layout import Parallel
 from vdpp_core.metrics import Span
@@ -52,7 +53,9 @@ def planner(
     figure.text(0.01, 0.01, small_print, fontsize=6.5, color="#555555")
     _schedule(figure.add_subplot(grid[0, :]), chosen, spans)
     shown = _chosen_and_best(advice, str(chosen))
-    _bars(figure.add_subplot(grid[1, 0]), shown, "latency_s", "mean latency of a video (s)", str(chosen))
+    soon = ("response_s", "mean time from arrival to the last step (s)") if advice.attrs.get("one_by_one") else None
+    column, label = soon or ("latency_s", "mean latency of a video (s)")
+    _bars(figure.add_subplot(grid[1, 0]), shown, column, label, str(chosen))
     _bars(figure.add_subplot(grid[1, 1]), shown, "makespan_s", "makespan of all videos (s)", str(chosen))
     memory = figure.add_subplot(grid[1, 2])
     _bars(memory, shown, "needed_gib", "memory needed on a rank (GiB)", str(chosen))
@@ -162,6 +165,10 @@ def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figur
                 panel.scatter(part[f"{name}_s"], part[f"predicted_{name}_s"], label=words, zorder=3, **look, **edge)
         panel.set_xscale("log")
         panel.set_yscale("log")
+        for side in (panel.xaxis, panel.yaxis):
+            side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            side.set_major_formatter(ScalarFormatter())
+            side.set_minor_formatter(NullFormatter())
         panel.set_xlabel(f"measured {'mean ' * (name == 'latency')}{name} (s)")
         panel.set_ylabel("predicted (s)")
     axes[0, 0].legend(fontsize=7.5)

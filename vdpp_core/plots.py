@@ -179,6 +179,7 @@ def throughput(table: pd.DataFrame, published: dict[str, Any], small_print: str)
     figure, left, right = _side_by_side(title, small_print, published)
     for axis, series in (("pp", pp), ("dp", dp)):
         _line(left, series, axis, "measured", f"{NAMES[axis]}, fill counted")
+        _line(left, _series(table, axis, "predicted_samples_per_s"), axis, "predicted", "the same, predicted")
         _dotted(left, _series(table, axis, "steady_state_samples_per_s"), axis, f"{NAMES[axis]}, steady state")
     left.set_title("measured here", fontsize=9)
     _draw_published(right, _published_rates(published))
@@ -197,6 +198,8 @@ def scaling_efficiency(table: pd.DataFrame, published: dict[str, Any], small_pri
     figure, left, right = _side_by_side(title, small_print, published)
     for axis, series in (("pp", pp), ("dp", dp)):
         _line(left, series / series[1] / series.index, axis, "measured", f"{NAMES[axis]}, fill counted")
+        foretold = _series(table, axis, "predicted_samples_per_s")
+        _line(left, foretold / foretold[1] / foretold.index, axis, "predicted", "the same, predicted")
     left.set_title("measured here", fontsize=9)
     rates = _published_rates(published)
     _draw_published(right, {name: rate / rate[1] / rate.index for name, rate in rates.items()})
@@ -218,6 +221,7 @@ def latency(table: pd.DataFrame, published: dict[str, Any], small_print: str) ->
     figure, left, right = _side_by_side(title, small_print, published)
     for axis in ("pp", "dp"):
         _line(left, _series(table, axis, "latency_s"), axis, "measured", f"{NAMES[axis]}: latency")
+        _line(left, _series(table, axis, "predicted_latency_s"), axis, "predicted", "the same, predicted")
     _dotted(left, intervals, "pp", "step pipeline: interval")
     left.set_title("measured here", fontsize=9)
     rows = pd.DataFrame(published["throughput_cfg3_14x72x128"]["rows"]).set_index("world_size")

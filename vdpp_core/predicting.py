@@ -27,6 +27,7 @@ SHOWN = {
     "layout": "layout",
     "guidance": "guidance",
     "latency_s": "latency (s)",
+    "response_s": "from arrival (s)",
     "longest_interval_s": "longest wait (s)",
     "makespan_s": "makespan (s)",
     "utilisation": "utilisation",
@@ -140,7 +141,8 @@ def show_plan(arguments: argparse.Namespace) -> None:
 def _print_plan(table: pd.DataFrame, top: int) -> None:
     fitting, rest = table[table["place"].notna()], table[table["place"].isna()]
     if len(fitting):
-        shown = fitting.head(top)[list(SHOWN)].rename(columns=SHOWN)
+        columns = [name for name in SHOWN if name != "response_s" or table.attrs["one_by_one"]]
+        shown = fitting.head(top)[columns].rename(columns=SHOWN)
         lines = shown.to_string(index=False, na_rep="–", float_format="{:.4g}".format, line_width=400).splitlines()
         for line, reason in zip(lines, ["", *fitting.head(top)["reason"]], strict=True):
             print(f"{line}  {reason}".rstrip())

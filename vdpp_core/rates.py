@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
@@ -16,9 +18,11 @@ from vdpp_core.config import RunConfig
 from vdpp_core.costs import Cost
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
+from vdpp_core.metrics import Array, Span, others_at_work
 from vdpp_core.schedule import Schedule, Seconds
 
 ALONE = (1, 2, 3)  # published rows of one card: any of them can be the one to calibrate on
+TOLD_APART = 0.5  # ranks more or less at work: from there on their effect can be seen
 WAITING = 5  # FSDP at 25 × 72 × 128 waited for its parameters, so the link carried at least that
 
 
@@ -54,6 +58,7 @@ class Rates:
 
     on: the published row or the run that it is known from; setting: the device, type and threads of that run.
     cores: that all ranks of this machine share, in threads of a rank; None where each rank has a device of its own.
+    slowdown: by which share a step takes longer for every other rank that is at work (cores share caches and clock).
     error: least and greatest relative error of what this foretells, where a measurement exists.
 
     Raises:
@@ -66,6 +71,7 @@ class Rates:
     on: int | str | None = None
     setting: str = ""
     cores: float | None = None
+    slowdown: float = 0.0
     error: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -114,11 +120,27 @@ def hop_s(config: RunConfig, rates: Rates) -> float:
 
 def predict(config: RunConfig, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
     """The schedule of a run on ranks that are all alike."""
-    return schedule.predict(config, Seconds(step_s(config, rates), hop=hop_s(config, rates)), arrivals)
+    return foretold(config, costs.cost(config), rates, arrivals)
+
+
+def foretold(config: RunConfig, cost: Cost, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
+    """The same where the cost of a step is known."""
+    step = Seconds(seconds(cost, shared(config, rates)), hop=hop_s(config, rates))
+    planned = schedule.predict(config, step, arrivals)
+    if rates.slowdown and rates.cores and config.layout.world_size > 1:
+        spans = planned.spans()
+        busy = np.array([span.busy for span in spans])
+        others = min(float((others_at_work(spans) * busy).sum() / busy.sum()), rates.cores - 1)
+        slower = replace(rates, flops_per_s=rates.flops_per_s / (1 + rates.slowdown * others))
+        step = Seconds(seconds(cost, shared(config, slower)), hop=step.hop)
+        planned = schedule.predict(config, step, arrivals)
+    return planned
 
 
 def from_run(folder: Path, link: Link | None = None) -> Rates:
     """What the ranks of a finished run computed in a second, what lies between their steps included.
+
+    On a CPU the steps of ranks that were alone for a while tell, too, by how much others slow them down.
 
     Raises:
         ConfigError: it did not finish, its ranks waited for each other within a step, or its model is gone.
@@ -129,11 +151,10 @@ def from_run(folder: Path, link: Link | None = None) -> Rates:
     if not is_plain(config.layout):
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
     machine.check_model(config)
-    spans = results.measured_spans(runfolder.read_events(folder))
-    sizes = [len(steps) for steps in config.stages()]
-    steps = sum(sizes[config.layout.place(span.rank).stage] for span in spans)
-    step = sum(span.end - span.start for span in spans) / steps
     on_cpu = result["device"] == "cpu"
+    spans = results.measured_spans(runfolder.read_events(folder))
+    sizes = np.array([len(config.stages()[config.layout.place(span.rank).stage]) for span in spans])
+    step, slowdown = _step_alone(spans, sizes) if on_cpu else (_mean_step(spans, sizes), 0.0)
     return Rates(
         costs.cost(config).flops / step,
         link or measured_link("cpu" if on_cpu else "cuda"),
@@ -141,7 +162,23 @@ def from_run(folder: Path, link: Link | None = None) -> Rates:
         on=folder.name,
         setting=setting_of(config, result),
         cores=result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None,
+        slowdown=slowdown,
     )
+
+
+def _mean_step(spans: Sequence[Span], sizes: Array) -> float:
+    return float(sum(span.end - span.start for span in spans) / sizes.sum())
+
+
+def _step_alone(spans: Sequence[Span], sizes: Array) -> tuple[float, float]:
+    """Seconds of a step of a rank that is alone, and by which share each other one lengthens it: a straight line
+    through what was seen. Where all had the same company, the mean, and nothing of others."""
+    others = others_at_work(spans)
+    if np.ptp(others) < TOLD_APART:
+        return _mean_step(spans, sizes), 0.0
+    each = np.array([span.end - span.start for span in spans]) / sizes
+    slope, alone = np.polyfit(others, each, 1, w=np.sqrt(sizes))
+    return (float(alone), float(slope / alone)) if slope > 0 else (_mean_step(spans, sizes), 0.0)
 
 
 def published(row: int, link: Link | None = None) -> Rates:

@@ -245,6 +245,6 @@ def documented() -> list[tuple[str, Schedule]]:
     return [
         ("one sample, seven cards: each waits for the one before", make(seven, sizes, 1, measured)),
         ("seven samples, hand-offs free: the drawing of the steady state", make(seven, sizes, 7, Seconds(0.15))),
-        ("ten samples, one card: the table's 42 s", make(one, [28], 10, Seconds(0.15))),
-        ("ten samples, seven cards: the table's 14 s", make(seven, sizes, 10, expected)),
+        ("ten samples, one card (their table: 42 s)", make(one, [28], 10, Seconds(0.15))),
+        ("ten samples, seven cards (their table: about 14 s)", make(seven, sizes, 10, expected)),
     ]

@@ -33,21 +33,24 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "total_steps": config.total_steps,
                 "num_samples": config.num_samples,
                 "outcome": result["outcome"],
-                "makespan_s": result.get("makespan_s"),
-                "samples_per_s": result.get("samples_per_s"),
-                "steady_state_samples_per_s": result.get("steady_state_samples_per_s"),
-                "first_sample_time_s": result.get("first_sample_time_s"),
-                "latency_s": median(result["latency_s"]) if result.get("latency_s") else None,
-                "interval_s": fmean(result["interval_s"]) if result.get("interval_s") else None,
+                **_times(result),
                 "sent_gb_per_step": max(result.get("lockstep_gb_per_step_per_rank") or [0.0]),
-                "bubble": result.get("bubble"),
                 "limit_gib": float("nan") if config.memory_limit_gib is None else config.memory_limit_gib,
                 "max_peak_memory_gb": result["max_peak_memory_gb"],
                 "predicted_peak_memory_gb": (result["predicted"] or {}).get("max_peak_memory_gb"),
-                "predicted_makespan_s": (result["predicted"] or {}).get("makespan_s"),
+                **{f"predicted_{name}": value for name, value in _times(result["predicted"] or {}).items()},
             }
         )
     return pd.DataFrame(rows, columns=None if rows else ["run_id", "outcome"])
+
+
+def _times(numbers: dict[str, Any]) -> dict[str, float | None]:
+    """The numbers that people compare, of `vdpp_core.metrics.numbers`: the median latency, the mean interval."""
+    names = ("makespan_s", "samples_per_s", "steady_state_samples_per_s", "first_sample_time_s", "bubble")
+    return {name: numbers.get(name) for name in names} | {
+        "latency_s": median(numbers["latency_s"]) if numbers.get("latency_s") else None,
+        "interval_s": fmean(numbers["interval_s"]) if numbers.get("interval_s") else None,
+    }
 
 
 def published() -> dict[str, Any]:

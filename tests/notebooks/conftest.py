@@ -24,6 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16]},
     "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "RANKS": [2]},
+    "04_planner": {"MODEL": "tiny"},
     "05_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
     "06_plots": {},
 }
@@ -33,6 +34,13 @@ FIGURES = {
     "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},
     "02_fsdp_memory": {"memory_published", "memory_remedies", "memory_slider", "memory_measured"},
     "03_latency": {"latency_published", "exchanged", "latency_slider", "latency_axes", "claims"},
+    "04_planner": {
+        "schedules_documented",
+        "planner_latency",
+        "planner_throughput",
+        "planner_arrivals",
+        "planner_measured",
+    },
     "05_quality": {
         "seeds",
         "schedules",
@@ -44,6 +52,23 @@ FIGURES = {
         "steps_quality",
     },
     "06_plots": {"throughput", "latency", "scaling_efficiency"},
+}
+AFTERWARDS = {  # a cell that only the tests have
+    "04_planner": """
+*controls, picture = panel.children
+for control in controls:
+    before, drawn = control.value, []
+    for value in ends(control):
+        control.value = value
+        drawn.append(picture.value)
+    control.value = before
+    same = drawn[0] == drawn[-1] or not all(one.startswith(b"\\x89PNG") for one in drawn)
+    print(f"moved {control.description}: {'nothing changed' if same else 'redrawn'}")
+for chosen in ({"dp": 4, "pp": 2}, {"pp": 6, "total_steps": 5}, {"frames": 3, "num_frames": 2}, {"fsdp": True}):
+    print(chosen, "->", planner(gpus=6, goal="latency", **chosen).axes[0].texts[0].get_text())
+print("one video ->", planner(gpus=6, goal="cadence", num_samples=1).axes[0].texts[0].get_text())
+print("too large ->", planner(gpus=1, goal="latency", height=1280, width=2304, capacity_gib=1).get_suptitle())
+""",
 }
 
 
@@ -60,8 +85,11 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     def run(name: str) -> Any:
         if name not in known:
             out = work / f"{name}.ipynb"
-            source = next(path for path in NOTEBOOKS if path.stem == name)
-            papermill.execute_notebook(source, out, SMALL[name], cwd=work, progress_bar=False, kernel_name="python3")
+            book = read(next(path for path in NOTEBOOKS if path.stem == name))
+            if name in AFTERWARDS:
+                book.cells.append(nbformat.v4.new_code_cell(AFTERWARDS[name]))
+            nbformat.write(book, out)
+            papermill.execute_notebook(out, out, SMALL[name], cwd=work, progress_bar=False, kernel_name="python3")
             known[name] = read(out)
         return known[name]
 

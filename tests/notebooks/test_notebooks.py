@@ -70,6 +70,29 @@ def test_the_second_notebook_shows_equality_and_the_corrected_published_rate(exe
     assert "<td>0.410</td>" in shown  # 14 / (⌈14/4⌉ · 8.54 s), published as 0.409
 
 
+def test_every_slider_of_the_planner_moves_to_both_ends_and_says_what_cannot_be(executed: Callable[[str], Any]):
+    shown = texts(executed("04_planner"))
+    moved = re.findall(r"^moved (\w+): (.*)$", shown, re.M)
+    assert len(moved) == 15
+    assert {name for name, words in moved if words != "redrawn"} == set()
+    said = dict(re.findall(r"^(.*) -> (.*)$", shown, re.M))
+    assert said["{'dp': 4, 'pp': 2}"] == "layout dp 4 × pp 2: needs 8 ranks, there are 6"
+    assert said["{'pp': 6, 'total_steps': 5}"] == "pp 6: must be at most total_steps, 5"
+    assert said["{'frames': 3, 'num_frames': 2}"] == "frames 3: must be at most num_frames, 2"
+    assert "nobody to share the parameters with" in said["{'fsdp': True}"]
+    assert said["one video"].startswith("goal cadence: is about the time between videos")
+    assert said["too large"].endswith("nothing fits")
+
+
+def test_the_planner_foretells_published_times_and_runs_that_are_here(executed: Callable[[str], Any]):
+    shown = texts(executed("04_planner"))
+    assert "one A5000 at 14 × 72 × 128; others foretold from it are " in shown
+    assert re.search(r"<th>4</th>\s*<td>0.409</td>\s*<td>0.4094</td>", shown)  # ⌈14/4⌉ rounds
+    assert "error of the makespan, median" in shown
+    assert "47 figures, 20 hold" in shown
+    assert "<td>9.33</td>" in shown  # a corrected bound
+
+
 def test_a_failing_notebook_is_named_with_its_cell_and_the_others_are_made(tmp_path: Path):
     def write(name: str, *sources: str) -> None:
         cells = [nbformat.v4.new_markdown_cell(f"# {name}"), *map(nbformat.v4.new_code_cell, sources)]

@@ -34,7 +34,7 @@ def table() -> pd.DataFrame:
             row[name] = numbers[name]
         for name in ("latency_s", "interval_s"):
             row[name] = float(np.median(numbers[name]))
-        rows.append(row)
+        rows.append(row | {f"predicted_{name}": 1.1 * row[name] for name in ("samples_per_s", "latency_s")})
     return pd.DataFrame(rows)
 
 
@@ -106,6 +106,20 @@ def test_latency_and_interval_are_two_lines(table):
     assert any("latency" in label for label in labels)
     assert "divide the interval by 2.0" in title(figure)
     assert "the latency of a sample by 1.00" in title(figure)
+
+
+@pytest.mark.parametrize("draw", [plots.throughput, plots.latency, plots.scaling_efficiency])
+def test_a_prediction_stands_beside_each_measurement(table, draw):
+    lines = draw(table, tables.published(), "source").axes[0].lines
+    dashed = [line for line in lines if line.get_label() == "the same, predicted"]
+    solid = [line for line in lines if line.get_label().startswith(("step pipeline (pp)", "data parallel (dp)"))]
+    solid = [line for line in solid if line.get_linestyle() == "-"]
+    assert len(dashed) == len(solid) == 2
+    ratio = 1.0 if draw is plots.scaling_efficiency else 1.1  # relative to one rank's own
+    for foretold, measured in zip(dashed, solid, strict=True):
+        assert foretold.get_linestyle() == "--"
+        assert foretold.get_color() == measured.get_color()
+        assert list(foretold.get_ydata()) == pytest.approx([ratio * value for value in measured.get_ydata()])
 
 
 def test_failed_runs_are_not_drawn(table):

@@ -139,6 +139,21 @@ def test_runs_of_another_kind_say_nothing(run, tmp_path):
     assert rates.from_run(run, Link(1e9)).checked(table).error == (table["error"][1], table["error"][1])
 
 
+def test_runs_that_are_here_are_foretold_from_one_another(run, tmp_path):
+    """Those of one folder, setting and video, from the first plain one."""
+    known = RunConfig.read(run)
+    folders = [
+        engine.run(known.replace(output_dir=tmp_path / name, num_samples=samples, seed=7))
+        for name, samples in (("a", 1), ("b", 2), ("c", 1))
+    ]
+    other_video = engine.run(known.replace(output_dir=tmp_path / "d", latent_shape=(1, 4, 2, 8, 8), num_samples=1))
+    table = checks.among([run, *folders, other_video])
+    assert table["run"].tolist() == ["a", "b", "c"]  # the others are alone
+    assert table["calibrated on"].tolist() == [True, False, False]
+    assert table["predicted_makespan_s"][1] == pytest.approx(2 * table["predicted_makespan_s"][0], rel=1e-6)
+    assert checks.among([run]).empty
+
+
 def test_what_cannot_be_calibrated_on(run, tmp_path):
     unfinished = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "unfinished"))
     with pytest.raises(ConfigError, match=r"calibrate .*unfinished: must be a run that finished"):
