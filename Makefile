@@ -22,9 +22,10 @@ lint: $(READY) ## ruff (notebooks included) and mypy
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 
-benchmark: $(READY) ## the step pipeline, and splitting one forward pass, against the machine's limit (40 minutes)
+benchmark: $(READY) ## step pipeline and splitting one forward pass against the machine's limit, predictions (50 minutes)
 	$(VENV)/python -m tests.benchmarks.step_pipeline
 	$(VENV)/python -m tests.benchmarks.latency
+	$(VENV)/python -m tests.benchmarks.planner
 
 gpu-check: $(READY) ## peak memory on the CUDA devices here, measured, predicted and published; peers (minutes)
 	$(VENV)/python -m tests.gpu.check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
@@ -102,7 +103,8 @@ def test_predictions_stand_against_measurements():
     figure = planner_plots.against_measured(pd.DataFrame(rows), "title", "source")
     for panel, name in zip(figure.axes, ("makespan", "latency"), strict=True):
         points = sorted(tuple(point) for scatter in panel.collections[1:] for point in scatter.get_offsets())
-        assert points == pytest.approx(sorted((row[f"{name}_s"], row[f"predicted_{name}_s"]) for row in rows))
+        known = sorted((row[f"{name}_s"], row[f"predicted_{name}_s"]) for row in rows)
+        assert np.array(points) == pytest.approx(np.array(known))
         assert name in panel.get_xlabel()
         assert "(s)" in panel.get_ylabel()
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]

@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig, checks, costs, engine, rates, runfolder, tables
+from vdpp_core.metrics import Span, others_at_work
 from vdpp_core.rates import Link, Rates
 
 PUBLISHED = tables.published()
@@ -152,6 +154,33 @@ def test_runs_that_are_here_are_foretold_from_one_another(run, tmp_path):
     assert table["calibrated on"].tolist() == [True, False, False]
     assert table["predicted_makespan_s"][1] == pytest.approx(2 * table["predicted_makespan_s"][0], rel=1e-6)
     assert checks.among([run]).empty
+
+
+def test_ranks_that_are_alone_for_a_while_tell_how_others_slow_them_down():
+    """A step pipeline on two ranks: a step takes 1 s alone and 1.2 s in company."""
+    spans = [
+        Span(0, 0, 0.0, 4.0, 4.0),
+        Span(0, 1, 4.0, 8.8, 4.8),
+        Span(1, 0, 4.0, 8.8, 4.8),
+        Span(1, 1, 8.8, 12.8, 4.0),
+    ]
+    assert others_at_work(spans).tolist() == pytest.approx([0, 1, 1, 0])
+    alone, slowdown = rates._step_alone(spans, np.full(4, 4))
+    assert (alone, slowdown) == (pytest.approx(1.0), pytest.approx(0.2))
+    known = Rates(costs.cost(TINY).flops / alone, Link(math.inf), cores=2.0, slowdown=slowdown)
+    pipeline = TINY.replace(num_samples=2, total_steps=8, parallel=Parallel(pp=2))
+    # half of the busy time has company, so a step takes 1.1 s on average
+    assert rates.predict(pipeline, known).numbers()["makespan_s"] == pytest.approx(12 * 1.1, rel=0.01)
+    assert rates.predict(pipeline.replace(parallel=Parallel()), known).numbers()["makespan_s"] == pytest.approx(16)
+    replicas = pipeline.replace(parallel=Parallel(dp=2))
+    assert rates.predict(replicas, known).numbers()["makespan_s"] == pytest.approx(8 * 1.2)
+
+
+def test_ranks_that_always_had_the_same_company_tell_nothing_of_it():
+    together = [Span(rank, rank, 0.0, 4.8, 4.8) for rank in range(2)]
+    assert rates._step_alone(together, np.full(2, 4)) == (pytest.approx(1.2), 0.0)
+    alone = [Span(0, 0, 0.0, 4.0, 4.0), Span(0, 1, 4.0, 8.0, 4.0)]
+    assert rates._step_alone(alone, np.full(2, 4)) == (pytest.approx(1.0), 0.0)
 
 
 def test_what_cannot_be_calibrated_on(run, tmp_path):
