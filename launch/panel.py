@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -34,4 +35,6 @@ def sliders(draw: Callable[..., Figure], **controls: widgets.Widget) -> widgets.
         control.layout = widgets.Layout(width="32em")
         control.observe(redraw, names="value")
     redraw()
+    gc.collect()
+    gc.freeze()  # no move then waits until all that was made before, as what predictions counted, was searched again
     return widgets.VBox([*controls.values(), picture])

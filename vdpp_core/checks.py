@@ -96,7 +96,8 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
 
 def among(folders: Sequence[Path]) -> pd.DataFrame:
     """`against_runs` of runs that were made here. Those of a sweep, or of no sweep, of one setting and one video are
-    foretold from the first plain one of them: on another day a machine may be another one."""
+    foretold from one plain run of them: on another day a machine may be another one. A step pipeline of many samples
+    is preferred: it has ranks that are alone for a while, so it also tells what others do to them."""
     groups: dict[tuple[Path, str, tuple[int, ...]], list[Path]] = {}
     for folder in folders:
         result = runfolder.read_result(folder)
@@ -105,9 +106,10 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
             groups.setdefault(key, []).append(folder)
     tables = []
     for group in groups.values():
-        plain = (folder for folder in group if rates.is_plain(RunConfig.read(folder).layout))
-        if len(group) > 1 and (first := next(plain, None)) is not None:
-            tables.append(against_runs(group, rates.from_run(first)))
+        plain = {folder: config for folder in group if rates.is_plain((config := RunConfig.read(folder)).layout)}
+        if len(group) > 1 and plain:
+            best = max(plain, key=lambda folder: (plain[folder].layout.pp > 1, plain[folder].num_samples))
+            tables.append(against_runs(group, rates.from_run(best)))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 

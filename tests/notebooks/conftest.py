@@ -60,7 +60,7 @@ for control in controls:
     before, drawn = control.value, []
     for value in ends(control):
         control.value = value
-        drawn.append(picture.value)
+        drawn.append(bytes(picture.value))
     control.value = before
     same = drawn[0] == drawn[-1] or not all(one.startswith(b"\\x89PNG") for one in drawn)
     print(f"moved {control.description}: {'nothing changed' if same else 'redrawn'}")
