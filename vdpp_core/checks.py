@@ -104,13 +104,13 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
         if result is not None and result["outcome"] == "ok" and _is_here(config := RunConfig.read(folder)):
             key = folder.parent, rates.setting_of(config, result), config.shape
             groups.setdefault(key, []).append(folder)
-    tables = []
+    compared = []
     for group in groups.values():
         plain = {folder: config for folder in group if rates.is_plain((config := RunConfig.read(folder)).layout)}
         if len(group) > 1 and plain:
             best = max(plain, key=lambda folder: (plain[folder].layout.pp > 1, plain[folder].num_samples))
-            tables.append(against_runs(group, rates.from_run(best)))
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+            compared.append(against_runs(group, rates.from_run(best)))
+    return pd.concat(compared, ignore_index=True) if compared else pd.DataFrame()
 
 
 def _is_here(config: RunConfig) -> bool:
