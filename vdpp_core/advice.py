@@ -73,7 +73,10 @@ class Counted:
         self.rooms: dict[tuple[RunConfig, int, bool], Room] = {}
 
     def cost(self, config: RunConfig) -> Cost:
-        return costs.cost(config)
+        try:
+            return costs.cost(config)
+        except RuntimeError as error:  # a storage of more bytes than can be numbered
+            raise ConfigError("latent_shape", config.shape, f"is too large to be counted ({error})") from None
 
     def room(self, config: RunConfig) -> Room:
         """Counted for one sample; each further one of a replica adds its image latents."""
@@ -149,7 +152,7 @@ def look(
     figures: Figures,
     arrivals: ArrayLike = 0.0,
 ) -> tuple[pd.DataFrame, list[Span] | str]:
-    """`advise`, and the schedule of one layout; or, in words, why there is none. Nothing is raised."""
+    """`advise`, and the schedule of one layout; what cannot be comes in words instead, to be shown in its place."""
     table = pd.DataFrame(columns=["place", *_fallen(chosen, "")])
     try:
         table = advise(config, gpus, goal, known, capacity_gib, figures=figures, arrivals=arrivals)
@@ -175,12 +178,13 @@ def layouts(gpus: int) -> Iterator[Parallel]:
 
 def check(config: RunConfig, gpus: int, goal: str, capacity_gib: float | None) -> None:
     """Whether there is something to look for, before anything is counted; ConfigError if not."""
-    if not 1 <= gpus <= MOST_GPUS:
+    if not isinstance(gpus, int) or not 1 <= gpus <= MOST_GPUS:
         raise ConfigError("gpus", gpus, f"must be from 1 to {MOST_GPUS}")
     if goal not in GOALS:
         raise ConfigError("goal", goal, f"must be {', '.join(GOALS)}")
-    if goal == "cadence" and config.num_samples < 2:
-        raise ConfigError("goal", goal, "is about the time between videos: num_samples of at least 2")
+    if goal == "cadence" and config.num_samples <= gpus:
+        allowed = f"is about the time between videos: more of them than GPUs, num_samples above {gpus}"
+        raise ConfigError("goal", goal, allowed)
     if capacity_gib is None:
         return
     if not 0 < capacity_gib < math.inf:
@@ -216,7 +220,7 @@ def _row(
         if row["fits"]:
             break
     else:
-        return row | {"reason": _too_large(layout, config.shape[2], room, capacity_gib or 0.0)}
+        return row | {"reason": _too_large(candidate, room, capacity_gib or 0.0)}
     cost = figures.cost(candidate)
     planned = rates.foretold(candidate, cost, known, arrivals)
     return row | times(planned) | {"reason": _why(candidate, cost, known, planned)}
@@ -252,7 +256,7 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
         link, step = known.link, rates.seconds(cost, rates.shared(config, known))
         words.append(f"exchanges take {link.seconds(sum(cost.sent.values()), cost.exchanges) / step:.0%} of a step")
     if layout.pp > 1:
-        words.append(f"a video every {planned.occupied.max():.3g} s, none sooner than on one stage")
+        words.append(f"the longest stage takes {planned.occupied.max():.3g} s, a video no less than on one stage")
     if (together := min(layout.dp, config.num_samples)) > 1:
         rounds = math.ceil(config.num_samples / layout.dp)
         words.append(f"{together} videos at once, {rounds} round{'s' * (rounds > 1)}")
@@ -266,14 +270,18 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
     return "; ".join(words) or "nothing is sent"
 
 
-def _too_large(layout: Parallel, frames: int, room: Room, capacity_gib: float) -> str:
-    needed = f"{room.needed / GIB:.2f} GiB needed, {capacity_gib * (1 - SPARE):.2f} of {capacity_gib:g} usable"
+def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
+    layout, frames = config.layout, config.shape[2]
+    words = f"{room.needed / GIB:.4g} GiB needed, {capacity_gib * (1 - SPARE):.4g} of {capacity_gib:g} usable"
+    own = costs.parameters(config) / layout.shards
+    if own > room.needed / 2:
+        return f"{words}: most of it parameters" + (f", shared by {layout.shards}" if layout.shards > 1 else ", whole")
     if layout.frames > 1:
-        return f"{needed}: even {math.ceil(frames / layout.frames)} of {frames} frames a rank are too many"
+        return f"{words}: even {math.ceil(frames / layout.frames)} of {frames} frames a rank are too many"
     if layout.cfg > 1:
-        return f"{needed}: each rank holds all activations of one pass"
+        return f"{words}: each rank holds all activations of one pass"
     if layout.shards > 1:
-        return f"{needed}: sharding leaves the activations whole on every rank"
+        return f"{words}: sharding leaves the activations whole on every rank"
     if layout.world_size > 1:
-        return f"{needed}: every rank holds the whole UNet and all activations, splitting steps or samples saves none"
-    return f"{needed}: parameters and all activations on one GPU"
+        return f"{words}: every rank holds the whole UNet and all activations, splitting steps or samples saves none"
+    return f"{words}: parameters and all activations on one GPU"

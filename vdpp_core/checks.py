@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pandas as pd
 
-from vdpp_core import costs, machine, rates, runfolder, tables
+from vdpp_core import costs, machine, rates, tables
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
@@ -68,10 +68,10 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
     type or number of threads than the one that the rates are known from are left out."""
     found = []
     for folder in folders:
-        result = runfolder.read_result(folder)
-        if result is None or result["outcome"] != "ok":
+        try:
+            config, result = rates.finished(folder)
+        except ConfigError:
             continue
-        config = RunConfig.read(folder)
         if rates.setting_of(config, result) != known.setting:
             continue
         foretold = rates.predict(config, known).numbers()
@@ -100,10 +100,13 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
     is preferred: it has ranks that are alone for a while, so it also tells what others do to them."""
     groups: dict[tuple[Path, str, tuple[int, ...]], list[Path]] = {}
     for folder in folders:
-        result = runfolder.read_result(folder)
-        if result is not None and result["outcome"] == "ok" and _is_here(config := RunConfig.read(folder)):
-            key = folder.parent, rates.setting_of(config, result), config.shape
-            groups.setdefault(key, []).append(folder)
+        try:
+            config, result = rates.finished(folder)
+            machine.check_model(config)
+        except ConfigError:
+            continue  # not a run that something can be learned from
+        key = folder.parent, rates.setting_of(config, result), config.shape
+        groups.setdefault(key, []).append(folder)
     compared = []
     for group in groups.values():
         plain = {folder: config for folder in group if rates.is_plain((config := RunConfig.read(folder)).layout)}
@@ -111,12 +114,3 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
             best = max(plain, key=lambda folder: (plain[folder].layout.pp > 1, plain[folder].num_samples))
             compared.append(against_runs(group, rates.from_run(best)))
     return pd.concat(compared, ignore_index=True) if compared else pd.DataFrame()
-
-
-def _is_here(config: RunConfig) -> bool:
-    """Whether the model of a run can still be looked at."""
-    try:
-        machine.check_model(config)
-    except ConfigError:
-        return False
-    return True

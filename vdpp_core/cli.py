@@ -78,12 +78,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def whole_number(name: str, text: str | None, default: int) -> int:
+def whole_number(name: str, text: str | None, default: int, most: int = 4096) -> int:
     """What a flag says; ConfigError if that is no number of ranks or repeats."""
     if text is None:
         return default
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
-        raise ConfigError(name, text, "must be a whole number from 1 to 4096")
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise ConfigError(name, text, f"must be a whole number from 1 to {most}")
     return int(text)
 
 

@@ -18,6 +18,7 @@ from vdpp_core import costs, machine, memory, replay
 from vdpp_core.advice import Room
 from vdpp_core.config import RunConfig
 from vdpp_core.costs import Cost
+from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
 from vdpp_core.limits import GIB
 from vdpp_core.metrics import Array
@@ -34,6 +35,7 @@ TRACED = {  # whether frames are split -> mode of the guidance, frames, rows, co
     ),
 }
 SHARDED = 8  # ranks
+SMALLEST = 16 * 24  # positions of a frame
 
 
 class Estimated:
@@ -43,7 +45,13 @@ class Estimated:
     """
 
     def __init__(self, base: RunConfig) -> None:
-        """base: model, type and device of what will be asked for."""
+        """base: model, type and device of what will be asked for.
+
+        Raises:
+            ConfigError: model dummy, which has no layers to count.
+        """
+        if base.model == "dummy" and base.model_id is None:
+            raise ConfigError("model", "dummy", "has no layers that could be estimated")
         one = base.replace(num_samples=1, parallel=Parallel())
         self.parameters = costs.parameters(base)
         layers = costs.temporal_layers(base.model, base.model_id)
@@ -65,8 +73,15 @@ class Estimated:
         return _fit(sizes, peaks), _fit(sizes, rooms)
 
     def cost(self, config: RunConfig) -> Cost:
-        """As `vdpp_core.costs.cost`, for the rank with the largest share."""
+        """As `vdpp_core.costs.cost`, for the rank with the largest share.
+
+        Raises:
+            ConfigError: a video smaller than those that were counted.
+        """
         layout, (batch, _, frames, rows, columns) = config.layout, config.shape
+        if rows * columns < SMALLEST:
+            allowed = f"must have at least {SMALLEST} rows × columns to be estimated; smaller ones can be counted"
+            raise ConfigError("latent_shape", config.shape, allowed)
         videos = batch * (2 if config.guidance_scale > 1 and layout.cfg == 1 else 1)
         flops = videos * self.flops @ _work(frames, rows, columns, layout.frames)
         sent = {kind: int(videos / batch * size) for kind, size in _sent(config).items()}

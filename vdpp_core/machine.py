@@ -179,7 +179,10 @@ def check_model(config: RunConfig) -> None:
         return
     argument = "model" if config.model_id is None else "model_id"
     folder = Path(config.source)
-    on_disk = folder.exists() or config.source.startswith((".", "/", "~"))
+    try:
+        on_disk = folder.exists() or config.source.startswith((".", "/", "~"))
+    except OSError as error:
+        raise ConfigError(argument, config.source, f"must be a folder or a hub name ({error.strerror})") from None
     parts = ("unet",) if config.image_path is None else ("unet", "vae", "image_encoder")
     for part in parts if on_disk and not config.random_weights else ():
         if not any(folder.glob(f"{part}/*.safetensors")):

@@ -88,7 +88,7 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
         ConfigError: the capacity is not positive, or less than the parameters take.
     """
     if capacity_gib is not None and not 0 < capacity_gib < math.inf:
-        raise ConfigError("capacity_gib", capacity_gib, "must be above 0")
+        raise ConfigError("capacity_gib", capacity_gib, "must be finite and above 0")
     machine.check_model(config)
     expected, decoding = predict(config), predict_decoding(config)
     facts: dict[str, Any] = {

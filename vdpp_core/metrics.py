@@ -56,7 +56,7 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     return numbers_of(
         layout,
         replica=np.array([places[last[sample].rank].replica for sample in finished]),
-        begun=np.array([first[sample].start for sample in finished]),
+        latency=np.array([last[sample].end - first[sample].start for sample in finished]),
         ended=np.array([last[sample].end for sample in finished]),
         busy=busy,
         taken=taken,
@@ -65,9 +65,9 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
 
 
 def numbers_of(
-    layout: Parallel, replica: Array, begun: Array, ended: Array, busy: Array, taken: Array, left: Array
+    layout: Parallel, replica: Array, latency: Array, ended: Array, busy: Array, taken: Array, left: Array
 ) -> dict[str, Any]:
-    """Of samples: replica, first step, last step. Of ranks: seconds busy, first sample taken up, last one left."""
+    """Of samples: replica, latency, end. Of ranks: seconds busy, when the first was taken up and the last one left."""
     ends, makespan = np.sort(ended), float(ended.max())
     order = np.lexsort((ended, replica))
     same = np.diff(replica[order]) == 0
@@ -88,7 +88,7 @@ def numbers_of(
         "makespan_s": makespan,
         "samples_per_s": len(ended) / makespan,
         "steady_state_samples_per_s": steady,
-        "latency_s": (ended - begun).tolist(),
+        "latency_s": latency.tolist(),
         "interval_s": np.diff(ends).tolist(),
         "fill_s": float(np.nanmax(taken)),
         "drain_s": makespan - float(np.nanmin(left)),
@@ -98,8 +98,12 @@ def numbers_of(
 
 
 def others_at_work(spans: Sequence[Span]) -> Array:
-    """(spans,): how many other ranks were at work during each of them, on average."""
-    rank, start, end = (np.array([getattr(span, name) for span in spans]) for name in ("rank", "start", "end"))
-    together = np.minimum(end[:, None], end) - np.maximum(start[:, None], start)
-    together[(rank[:, None] == rank) | (together < 0)] = 0.0
-    return together.sum(axis=1) / (end - start)
+    """(spans,): how many other ranks were at work during each of them, on average. A rank has one span at a time."""
+    start, end = (np.array([getattr(span, name) for span in spans]) for name in ("start", "end"))
+    times = np.concatenate([start, end])
+    order = np.argsort(times)
+    at_work = np.cumsum(np.repeat([1.0, -1.0], len(spans))[order])
+    done = np.append(0.0, np.cumsum(at_work[:-1] * np.diff(times[order])))  # seconds of work of all ranks until then
+    until = np.empty_like(done)
+    until[order] = done
+    return (until[len(spans) :] - until[: len(spans)]) / (end - start) - 1

@@ -73,10 +73,7 @@ def config_of(arguments: argparse.Namespace, ranks: int, device: str = "cuda") -
 def show_memory(arguments: argparse.Namespace) -> None:
     config = config_of(arguments, cli.whole_number("world_size", arguments.world_size, 1))
     cli.quiet()
-    capacity, limit = arguments.capacity_gib, config.memory_limit_gib
-    if capacity is None and limit is not None:
-        capacity = limit + memory.outside_a_limit(config) / GIB
-    facts = memory.report(config, capacity)
+    facts = memory.report(config, _capacity(arguments, config))
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return
@@ -91,6 +88,13 @@ def show_memory(arguments: argparse.Namespace) -> None:
         print(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {facts['decoding_peak_gb']:.3f} GB")
     if "fits" in facts:
         _print_verdict(facts, config.decode_chunk_size)
+
+
+def _capacity(arguments: argparse.Namespace, config: RunConfig) -> float | None:
+    """Of each device in GiB, if it was said: by itself, or as the limit that a run would be given."""
+    if arguments.capacity_gib is None and config.memory_limit_gib is not None:
+        return config.memory_limit_gib + memory.outside_a_limit(config) / GIB
+    return arguments.capacity_gib
 
 
 def _what(config: RunConfig) -> str:
@@ -119,15 +123,23 @@ def show_plan(arguments: argparse.Namespace) -> None:
     for axis in (*AXES, "fsdp", "fsdp_same_sample"):
         if given := getattr(arguments, axis):
             raise ConfigError(axis, given, "not in a plan, which looks for the layout")
-    gpus, top = (cli.whole_number(name, getattr(arguments, name), 1) for name in ("gpus", "top"))
+    gpus = cli.whole_number("gpus", arguments.gpus, 1, most=advice.MOST_GPUS)
+    top = cli.whole_number("top", arguments.top, 1)
     folder = None if arguments.calibrate == "published" else _run_folder(arguments.calibrate)
     modes = (arguments.guidance_mode,) if arguments.guidance_mode else advice.MODES
-    config = config_of(arguments, 1, "cuda" if folder is None else _device(folder))
+    if folder is not None and arguments.tflops is not None:
+        raise ConfigError("tflops", arguments.tflops, "not with calibrate, which measures it")
+    measured = rates.finished(folder)[1] if folder is not None else None
+    config = config_of(arguments, 1, str(measured["device"]).partition(":")[0] if measured else "cuda")
+    if folder is None and arguments.tflops is None and machine.device_type(config) != "cuda":
+        allowed = "needs --calibrate RUN or --tflops: what is published was measured on GPUs"
+        raise ConfigError("device", config.device, allowed)
+    capacity = _capacity(arguments, config)
     arrivals = _arrivals(config, arguments.every_s, arguments.poisson)
     cli.quiet()
-    advice.check(config, gpus, arguments.goal, arguments.capacity_gib)
+    advice.check(config, gpus, arguments.goal, capacity)
     known = _rates(arguments, config, folder)
-    table = advice.advise(config, gpus, arguments.goal, known, arguments.capacity_gib, modes, arrivals=arrivals)
+    table = advice.advise(config, gpus, arguments.goal, known, capacity, modes, arrivals=arrivals)
     if arguments.json:
         layouts = json.loads(table.to_json(orient="records", force_ascii=False))
         print(json.dumps({**table.attrs, "layouts": layouts}, indent=2, ensure_ascii=False))
@@ -149,7 +161,7 @@ def _print_plan(table: pd.DataFrame, top: int) -> None:
         if len(fitting) > top:
             print(f"and {len(fitting) - top} more that fit (--top)")
     else:
-        print("no layout fits; --forward-chunking, fewer frames or a smaller size need less")
+        print(f"no layout fits: the least that one needs are {rest['needed_gib'].min():.4g} GiB")
     for reason in rest["reason"].unique():
         print(f"falls out: {', '.join(rest['layout'][rest['reason'] == reason])}: {reason}")
 
@@ -171,23 +183,22 @@ def _rates(arguments: argparse.Namespace, config: RunConfig, folder: Path | None
             cli.warn([f"a step has {times:.2g} × the operations of the published row: calibrate on a run of your own"])
         known = rates.published(row, link)
         return known.checked(checks.against_published(known))
-    known = rates.from_run(folder, link)
+    known, ran = rates.from_run(folder, link), RunConfig.read(folder)
+    planned = (config.source or config.model, machine.device_type(config), machine.dtype(config))
+    if planned != (ran.source or ran.model, machine.device_type(ran), machine.dtype(ran)):
+        cli.warn([f"{known.setting}: that is what was measured, and another model, device or type is planned"])
     beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
     return known.checked(checks.against_runs([folder, *beside], known))
 
 
 def _run_folder(name: str) -> Path:
-    folder = next(
-        (path for path in (Path(name), runfolder.runs_root() / name) if (path / "config.json").exists()), None
-    )
-    if folder is None:
-        raise ConfigError("calibrate", name, "must be published, or a run's id or folder")
-    return folder.resolve()
-
-
-def _device(folder: Path) -> str:
-    result = runfolder.read_result(folder) or {}
-    return str(result.get("device") or "cuda").partition(":")[0]
+    try:
+        for folder in (Path(name), runfolder.runs_root() / name):
+            if (folder / "config.json").is_file():
+                return folder.resolve()
+    except OSError:
+        pass  # no name that a file could have
+    raise ConfigError("calibrate", name, "must be published, or a run's id or folder")
 
 
 def _arrivals(config: RunConfig, every_s: float | None, poisson: bool) -> Any:

@@ -42,10 +42,11 @@ class Link:
     on: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise ConfigError("link_gb_per_s", self.bytes_per_s / 1e9, "must be above 0: hand-offs would never arrive")
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError("link_us", self.latency_s * 1e6, "must be finite microseconds, not negative")
+        if not self.bytes_per_s >= 1:
+            allowed = "must be at least 1e-9: hand-offs would never arrive"
+            raise ConfigError("link_gb_per_s", self.bytes_per_s / 1e9, allowed)
+        if not 0 <= self.latency_s <= 1e3:
+            raise ConfigError("link_us", self.latency_s * 1e6, "must be from 0 to 1e9 microseconds")
 
     def seconds(self, size: float, messages: int = 1) -> float:
         """For so many bytes in so many messages."""
@@ -62,7 +63,7 @@ class Rates:
     error: least and greatest relative error of what this foretells, where a measurement exists.
 
     Raises:
-        ConfigError: nothing is computed in a second.
+        ConfigError: nothing is computed in a second, or more than could be.
     """
 
     flops_per_s: float
@@ -75,8 +76,12 @@ class Rates:
     error: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.flops_per_s < math.inf:
-            raise ConfigError("tflops", self.flops_per_s / 1e12, "must be finite and above 0")
+        if not 1e3 <= self.flops_per_s <= 1e21:
+            raise ConfigError("tflops", self.flops_per_s / 1e12, "must be from 1e-9 to 1e9")
+        if self.cores is not None and not self.cores > 0:
+            raise ConfigError("cores", self.cores, "must be above 0")
+        if not 0 <= self.slowdown < math.inf:
+            raise ConfigError("slowdown", self.slowdown, "must be finite and not negative")
 
     def __str__(self) -> str:
         known = "not checked against a measurement"
@@ -120,6 +125,7 @@ def hop_s(config: RunConfig, rates: Rates) -> float:
 
 def predict(config: RunConfig, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
     """The schedule of a run on ranks that are all alike."""
+    config = config.replace(parallel=config.parallel or Parallel())
     return foretold(config, costs.cost(config), rates, arrivals)
 
 
@@ -145,14 +151,14 @@ def from_run(folder: Path, link: Link | None = None) -> Rates:
     Raises:
         ConfigError: it did not finish, its ranks waited for each other within a step, or its model is gone.
     """
-    config, result = RunConfig.read(folder), runfolder.read_result(folder)
-    if result is None or result["outcome"] != "ok":
-        raise ConfigError("calibrate", folder, "must be a run that finished")
+    config, result = finished(folder)
     if not is_plain(config.layout):
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
     machine.check_model(config)
     on_cpu = result["device"] == "cpu"
     spans = results.measured_spans(runfolder.read_events(folder))
+    if len(spans) != config.num_samples * config.layout.pp:
+        raise ConfigError("calibrate", folder, "must have the events of all of its samples")
     sizes = np.array([len(config.stages()[config.layout.place(span.rank).stage]) for span in spans])
     step, slowdown = _step_alone(spans, sizes) if on_cpu else (_mean_step(spans, sizes), 0.0)
     return Rates(
@@ -164,6 +170,27 @@ def from_run(folder: Path, link: Link | None = None) -> Rates:
         cores=result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None,
         slowdown=slowdown,
     )
+
+
+def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """Configuration and result of a run that finished.
+
+    Raises:
+        ConfigError: it did not, or what is left of it is damaged.
+    """
+    try:
+        config, result = RunConfig.read(folder), runfolder.read_result(folder)
+        if result is None or result["outcome"] != "ok":
+            raise ConfigError("calibrate", folder, "must be a run that finished")
+        told = result["parallel"], result["num_samples"], result["total_steps"]
+        whole = told == (config.layout.model_dump(), config.num_samples, config.total_steps)
+        if not whole or result["hardware"]["cores"] < 1 or min(result["threads_per_rank"]) < 1:
+            raise ValueError("its files contradict each other")
+        setting_of(config, result)
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        words = error.allowed if isinstance(error, ConfigError) else f"must be a whole run folder ({error!r})"
+        raise ConfigError("calibrate", folder, words) from None
+    return config, result
 
 
 def _mean_step(spans: Sequence[Span], sizes: Array) -> float:

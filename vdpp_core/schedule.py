@@ -16,6 +16,7 @@ from vdpp_core.layout import Parallel
 from vdpp_core.metrics import Array, Span, numbers_of
 
 IN_FLIGHT = 2  # sends of a stage whose receiver is still busy with an earlier sample
+LONGEST_S = 1e9  # thirty years
 AHEAD = IN_FLIGHT + 2  # samples that a stage can be ahead of the next: besides those, one received and one at work
 
 
@@ -24,7 +25,7 @@ class Seconds:
     """What a sample takes of a rank's time.
 
     step: of a step: one number for all ranks, one for each stage, or one for each replica and stage.
-    hop: from the end of a stage to the beginning of the next.
+    hop: from the end of a stage to the beginning of the next; the link between them carries one sample at a time.
     encode, decode: on the first stage before the first step, on the last stage after the last.
 
     Raises:
@@ -37,13 +38,16 @@ class Seconds:
     decode: float = 0.0
 
     def __post_init__(self) -> None:
-        step = np.asarray(self.step, dtype=float)
-        if not (np.isfinite(step).all() and (step > 0).all()):
-            raise ConfigError("step_s", step.ravel().tolist(), "must be finite seconds above 0")
-        for name in ("hop", "encode", "decode"):
+        for name in ("step", "hop", "encode", "decode"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name}_s", value, "must be finite seconds, not negative")
+            try:
+                numbers = np.asarray(value, dtype=float)
+            except (TypeError, ValueError):
+                raise ConfigError(f"{name}_s", value, "must be numbers of seconds") from None
+            if name == "step" and not (numbers.size and ((numbers > 0) & (numbers < LONGEST_S)).all()):
+                raise ConfigError("step_s", numbers.ravel().tolist(), f"must be seconds above 0, below {LONGEST_S:g}")
+            if name != "step" and not (numbers.ndim == 0 and 0 <= numbers < LONGEST_S):
+                raise ConfigError(f"{name}_s", value, f"must be seconds below {LONGEST_S:g}, not negative")
 
     def on_ranks(self, layout: Parallel, sizes: Sequence[int]) -> Array:
         """Seconds that a sample occupies each rank, (dp, pp)."""
@@ -107,7 +111,8 @@ class Schedule:
         ]
 
     def numbers(self) -> dict[str, Any]:
-        """What `metrics.numbers` says of the spans, which this does not need to make."""
+        """What `metrics.numbers` says of the spans, which this does not need to make; latency from step to step,
+        without encoding before the first and decoding after the last."""
         layout, (_, replicas, stages) = self.layout, self.begun.shape
         done = (~np.isnan(self.taken_up(0))).sum(axis=0)
         first = np.stack([self.taken_up(stage)[0] for stage in range(stages)], axis=1)
@@ -120,8 +125,8 @@ class Schedule:
         return numbers_of(
             layout,
             replica=np.arange(len(self.arrivals)) % replicas,
-            begun=self.of_samples(self.taken_up(0)) + self.seconds.encode,
-            ended=self.ready_s - self.seconds.decode,
+            latency=self.ready_s - self.of_samples(self.taken_up(0)) - self.seconds.encode - self.seconds.decode,
+            ended=self.ready_s,
             busy=of_ranks(self.occupied * done[:, None], 0.0),
             taken=of_ranks(first, np.nan),
             left=of_ranks(last + self.occupied, np.nan),
@@ -148,10 +153,11 @@ def make(
         replicas: where only so many of the layout's take samples of their own.
 
     Raises:
-        ConfigError: no sample, or arrivals that are not one finite time for each.
+        ConfigError: no sample, no steps of a stage, or arrivals that are not one finite time for each.
     """
-    if num_samples < 1:
-        raise ConfigError("num_samples", num_samples, "must be at least 1")
+    _samples(num_samples)
+    if np.shape(sizes) != (layout.pp,) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ConfigError("sizes", sizes, f"must be the steps of {layout.pp} stages, at least 1 each")
     replicas, stages = replicas or layout.dp, layout.pp
     times = _arrivals(arrivals, num_samples)
     rounds = math.ceil(num_samples / replicas)
@@ -160,11 +166,13 @@ def make(
     coming[:num_samples] = times
     begun = np.full((rounds + stages - 1, replicas, stages), -np.inf)
     begun[:, :, 0] = coming.reshape(-1, replicas)
+    arrived = np.full((replicas, stages - 1), -np.inf)
     for number, row in enumerate(begun):
         if number > 0:
             done = begun[number - 1] + occupied
             np.maximum(row, done, out=row)
-            np.maximum(row[:, 1:], done[:, :-1] + seconds.hop, out=row[:, 1:])
+            arrived = np.maximum(done[:, :-1], arrived) + seconds.hop  # a link carries one sample at a time
+            np.maximum(row[:, 1:], arrived, out=row[:, 1:])
         if number >= AHEAD - 1:
             np.maximum(row[:, :-1], begun[number - AHEAD + 1, :, 1:], out=row[:, :-1])
         row[:, number + 1 :] = -np.inf  # nothing has come so far yet
@@ -173,9 +181,15 @@ def make(
 
 def predict(config: RunConfig, seconds: Seconds, arrivals: ArrayLike = 0.0) -> Schedule:
     """The schedule of a run before it runs."""
+    config = config.for_ranks((config.parallel or Parallel()).world_size)
     sizes = [len(steps) for steps in config.stages()]
     replicas = 1 if config.fsdp_same_sample else None
     return make(config.layout, sizes, config.num_samples, seconds, arrivals, replicas)
+
+
+def _samples(num_samples: int) -> None:
+    if not isinstance(num_samples, int) or num_samples < 1:
+        raise ConfigError("num_samples", num_samples, "must be a whole number of at least 1")
 
 
 def _arrivals(arrivals: ArrayLike, num_samples: int) -> Array:
@@ -190,18 +204,20 @@ def _arrivals(arrivals: ArrayLike, num_samples: int) -> Array:
 
 def periodic(num_samples: int, every_s: float) -> Array:
     """Arrivals every so many seconds, the first at 0."""
+    _samples(num_samples)
     return np.arange(float(num_samples)) * _interval(every_s)
 
 
 def poisson(num_samples: int, every_s: float, seed: int) -> Array:
     """Arrivals of a Poisson process, every so many seconds on average, the first at 0."""
+    _samples(num_samples)
     gaps = np.random.default_rng(seed).exponential(_interval(every_s), num_samples - 1)
     return np.concatenate([[0.0], np.cumsum(gaps)])
 
 
 def _interval(every_s: float) -> float:
-    if not 0 <= every_s < math.inf:
-        raise ConfigError("every_s", every_s, "must be finite seconds, not negative")
+    if not 0 <= every_s < LONGEST_S:
+        raise ConfigError("every_s", every_s, f"must be seconds below {LONGEST_S:g}, not negative")
     return every_s
 
 
@@ -211,16 +227,19 @@ def closed_form(
     """What follows without a schedule for equal ranks, steps split evenly, and all samples there at once.
 
     S steps of t seconds, P stages, ⌈M/dp⌉ rounds of samples and P-1 hops of h. Latency: S·t + (P-1)·h. Makespan: that,
-    and ⌈S/P⌉·t for each further round. Fill: all of the first latency but the last stage's ⌊S/P⌋·t.
+    and ⌈S/P⌉·t for each further round, or h if that is longer (then the latency is the first sample's, others wait).
+    Fill: all of the first latency but the last stage's ⌊S/P⌋·t.
 
     Raises:
-        ConfigError: more stages than steps.
+        ConfigError: more stages than steps, no sample, a step that takes no time, or a hop of less.
     """
+    Seconds(step_s, hop_s)
+    _samples(num_samples)
     if layout.pp > total_steps:
         raise ConfigError("pp", layout.pp, f"must be at most total_steps, {total_steps}")
     rounds = math.ceil(num_samples / layout.dp)
     latency = total_steps * step_s + (layout.pp - 1) * hop_s
-    interval = math.ceil(total_steps / layout.pp) * step_s
+    interval = max(math.ceil(total_steps / layout.pp) * step_s, hop_s if layout.pp > 1 else 0.0)
     makespan = latency + (rounds - 1) * interval
     busy = num_samples * total_steps * step_s / (layout.dp * layout.pp * makespan)
     return {

@@ -7,6 +7,7 @@ is not positive, or a count that is no whole number of at least 1, raises Config
 
 import functools
 import math
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from vdpp_core.errors import ConfigError
@@ -14,13 +15,13 @@ from vdpp_core.errors import ConfigError
 
 def _sizes(**sizes: float) -> None:
     for name, size in sizes.items():
-        if not 0 < size < math.inf:
+        if not isinstance(size, Real) or not 0 < size < math.inf:
             raise ConfigError(name, size, "must be positive and finite")
 
 
 def _counts(**counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
             raise ConfigError(name, count, "must be a whole number of at least 1")
 
 
@@ -134,7 +135,7 @@ def tensor_traffic(size: float, layers: int, gpus: int) -> float:
 
 def least_gpus(size: float, capacity: float, activations: float) -> float:
     """GPUs to split a state of `size` bytes over: size / (capacity − activations) (tensor parallel, requirement 3)."""
-    _sizes(size=size, capacity=capacity, activations=activations)
+    _sizes(size=size, capacity=capacity, **({"activations": activations} if activations else {}))
     if capacity <= activations:
         raise ConfigError("capacity", f"{capacity:g}", f"must be above the activations, {activations:g}")
     return size / (capacity - activations)

@@ -102,7 +102,7 @@ def test_what_does_not_fit_falls_out_with_its_reason():
     assert row(table, "frames 4")["guidance"] == "batched"
     for layout in ("1 rank", "pp 4"):
         assert pd.isna(row(table, layout)["place"])
-        assert row(table, layout)["reason"].startswith("25.00 GiB needed, 23.52 of 24 usable: ")
+        assert row(table, layout)["reason"].startswith("25 GiB needed, 23.52 of 24 usable: ")
     assert "splitting steps or samples saves none" in row(table, "pp 4")["reason"]
     assert "all activations of one pass" in row(table, "cfg 2")["reason"]
     assert row(table, "frames 4 × fsdp")["reason"] == "fits without sharding, which can only add waiting"
@@ -196,25 +196,28 @@ def test_arrivals_on_the_command_line(capsys):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--gpus 0", "--gpus 0: must be a whole number from 1 to 4096"),
+        ("--gpus 0", "--gpus 0: must be a whole number from 1 to 16"),
         ("--gpus -3", "--gpus -3: must be"),
-        ("--gpus 100", "--gpus 100: must be from 1 to 16"),
+        ("--gpus 100", "--gpus 100: must be a whole number from 1 to 16"),
         ("--gpus 2 --goal speed", "--goal speed: must be latency, throughput, cadence, memory"),
-        ("--gpus 2 --goal cadence", "--goal cadence: is about the time between videos: num_samples of at least 2"),
+        ("--gpus 2 --goal cadence", "--goal cadence: is about the time between videos: more of them than GPUs"),
         ("--gpus 2 --capacity-gib -1", "--capacity-gib -1.0: must be finite and above 0"),
         ("--gpus 2 --capacity-gib nan", "--capacity-gib nan: must be finite and above 0"),
         (
             "--gpus 2 --capacity-gib 0.001",
-            "--capacity-gib 0.001: must be above what the parameters take on a rank, 0.00",
+            "--capacity-gib 0.001: must be above what the parameters take on a rank",
         ),
-        ("--gpus 2 --link-gb-per-s 0", "--link-gb-per-s 0.0: must be above 0: hand-offs would never arrive"),
-        ("--gpus 2 --link-gb-per-s 1 --link-us -5", "--link-us -5.0: must be finite microseconds, not negative"),
+        ("--gpus 2 --link-gb-per-s 0", "--link-gb-per-s 0.0: must be at least 1e-9: hand-offs would never arrive"),
+        ("--gpus 2 --link-gb-per-s 1 --link-us -5", "--link-us -5.0: must be from 0 to 1e9 microseconds"),
         ("--gpus 2 --link-us 5", "--link-us 5.0: only with link_gb_per_s"),
-        ("--gpus 2 --tflops -2", "--tflops -2.0: must be finite and above 0"),
-        ("--gpus 2 --every-s -1", "--every-s -1.0: must be finite seconds, not negative"),
+        ("--gpus 2 --tflops -2", "--tflops -2.0: must be from 1e-9 to 1e9"),
+        ("--gpus 2 --every-s -1", "--every-s -1.0: must be seconds below 1e+09, not negative"),
         ("--gpus 2 --poisson", "--poisson True: only with every_s"),
         ("--gpus 2 --pp 2", "--pp 2: not in a plan, which looks for the layout"),
         ("--gpus 2 --fsdp", "--fsdp True: not in a plan, which looks for the layout"),
+        ("--gpus 2 --device cpu", "--device cpu: needs --calibrate RUN or --tflops"),
+        (f"--gpus 2 --calibrate {'x' * 5000}", "--calibrate xxx"),
+        (f"--gpus 2 --model-id {'x' * 5000}", "--model-id xxx"),
         ("--gpus 2 --calibrate nowhere", "--calibrate nowhere: must be published, or a run's id or folder"),
         ("--gpus 2 --top 0", "--top 0: must be a whole number from 1 to 4096"),
         ("--gpus 2 --total-steps 0", "--total-steps 0: must be greater than or equal to 1"),
@@ -228,6 +231,12 @@ def test_what_cannot_be_is_one_line(flags, line, capsys):
     assert said.err.startswith(f"error: {line}")
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_a_memory_limit_is_a_capacity(capsys):
+    """That of PyTorch's allocator: the context comes on top, as with `memory`."""
+    main(["plan", "--gpus", "1", "--tflops", "1", "--link-gb-per-s", "1", "--memory-limit-gib", "0.001"])
+    assert f"of {0.001 + memory.CONTEXT_GIB:g} usable" in capsys.readouterr().out
 
 
 def test_more_stages_than_steps_fall_out_of_a_plan(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from statistics import fmean
 
@@ -188,11 +189,44 @@ def test_what_cannot_be_calibrated_on(run, tmp_path):
     with pytest.raises(ConfigError, match=r"calibrate .*unfinished: must be a run that finished"):
         rates.from_run(unfinished)
     together = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "f", parallel=Parallel(frames=2)))
-    (together / "result.json").write_text(json.dumps({"outcome": "ok"}))
+    result = runfolder.read_result(run) | {"parallel": Parallel(frames=2).model_dump()}
+    (together / "result.json").write_text(json.dumps(result))
     with pytest.raises(ConfigError, match="must be without cfg, frames and fsdp, not frames 2"):
         rates.from_run(together)
     with pytest.raises(ConfigError, match=r"row 4: must be a published run of one card that finished: \(1, 2, 3\)"):
         rates.published(4)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "result.json").write_text("{"),
+        lambda folder: (folder / "result.json").write_text("[1]"),
+        lambda folder: (folder / "result.json").write_text('{"outcome": "ok"}'),
+        lambda folder: (folder / "config.json").write_text("nothing"),
+        lambda folder: (folder / "config.json").write_text(RunConfig.read(folder).replace(num_samples=9).to_json()),
+        lambda folder: (folder / "events" / "rank-0.jsonl").write_text(""),
+    ],
+)
+def test_a_damaged_run_is_not_calibrated_on_and_left_out_of_comparisons(run, tmp_path, damage):
+    broken = Path(shutil.copytree(run, tmp_path / "broken"))
+    damage(broken)
+    with pytest.raises(ConfigError, match=r"^calibrate .*broken: must "):
+        rates.from_run(broken, Link(1e9))
+    if (broken / "events" / "rank-0.jsonl").read_text():
+        assert checks.against_runs([run, broken], rates.from_run(run, Link(1e9)))["run"].tolist() == ["of-three"]
+
+
+def test_company_is_counted_without_comparing_all_with_all():
+    """Hundreds of thousands of spans: what grows with their square would not end."""
+    many = [
+        Span(rank, sample, sample + 0.5 * rank, sample + 1 + 0.5 * rank, 1.0)
+        for sample in range(50_000)
+        for rank in (0, 1)
+    ]
+    others = others_at_work(many)
+    assert others[2:-2] == pytest.approx(np.ones(len(many) - 4))
+    assert (others[0], others[-1]) == (pytest.approx(0.5), pytest.approx(0.5))
 
 
 def test_a_link_is_what_the_probe_left(tmp_path, monkeypatch):
@@ -210,12 +244,14 @@ def test_a_link_is_what_the_probe_left(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        (lambda: Link(0), "link_gb_per_s 0.0: must be above 0: hand-offs would never arrive"),
-        (lambda: Link(-1e9), "link_gb_per_s -1.0: must be above 0"),
-        (lambda: Link(math.nan), "link_gb_per_s nan: must be above 0"),
-        (lambda: Link(1e9, -1), "link_us -1000000.0: must be finite microseconds, not negative"),
-        (lambda: Rates(0, Link(1e9)), "tflops 0.0: must be finite and above 0"),
-        (lambda: Rates(math.inf, Link(1e9)), "tflops inf: must be finite and above 0"),
+        (lambda: Link(0), "link_gb_per_s 0.0: must be at least 1e-9: hand-offs would never arrive"),
+        (lambda: Link(-1e9), "link_gb_per_s -1.0: must be at least 1e-9"),
+        (lambda: Link(math.nan), "link_gb_per_s nan: must be at least 1e-9"),
+        (lambda: Link(1e9, -1), "link_us -1000000.0: must be from 0 to 1e9 microseconds"),
+        (lambda: Rates(0, Link(1e9)), "tflops 0.0: must be from 1e-9 to 1e9"),
+        (lambda: Rates(math.inf, Link(1e9)), "tflops inf: must be from 1e-9 to 1e9"),
+        (lambda: Rates(1e9, Link(1e9), cores=0), "cores 0: must be above 0"),
+        (lambda: Rates(1e9, Link(1e9), slowdown=-1), "slowdown -1: must be finite and not negative"),
     ],
 )
 def test_what_cannot_be_is_one_line(wrong, line):

@@ -166,7 +166,7 @@ def test_numbers_of_a_schedule_written_by_hand():
 
 def event_by_event(dp, pp, num_samples, occupied, hop, arrivals):
     """The same schedule by a clock that goes from event to event: (sample, stage) -> when it was taken up."""
-    begun, ended = {}, {}
+    begun, ended, handed = {}, {}, {}
     free = {(replica, stage): 0.0 for replica in range(dp) for stage in range(pp)}
     waiting = {(sample, stage) for sample in range(num_samples) for stage in range(pp)}
     while waiting:
@@ -176,10 +176,12 @@ def event_by_event(dp, pp, num_samples, occupied, hop, arrivals):
             before, ahead = (sample - dp, stage), (sample - AHEAD * dp, stage + 1)
             if before in waiting or (stage + 1 < pp and ahead in waiting) or came in waiting:
                 continue
-            at = [free[sample % dp, stage], ended[came] + hop if stage else arrivals[sample], begun.get(ahead, 0.0)]
-            ready[sample, stage] = max(at)
+            coming = max(ended[came], handed.get(before, 0.0)) + hop if stage else arrivals[sample]
+            ready[sample, stage] = max(free[sample % dp, stage], coming, begun.get(ahead, 0.0))
         (sample, stage), at = min(ready.items(), key=lambda item: item[1])
         begun[sample, stage] = at
+        if stage:  # the link was free again after the sample before
+            handed[sample, stage] = max(ended[sample, stage - 1], handed.get((sample - dp, stage), 0.0)) + hop
         ended[sample, stage] = free[sample % dp, stage] = at + occupied[sample % dp][stage]
         waiting.remove((sample, stage))
     return begun
@@ -190,7 +192,7 @@ def test_it_is_what_a_clock_from_event_to_event_gives(seed):
     drawn = np.random.default_rng(seed)
     dp, pp, num_samples = (int(drawn.integers(1, most)) for most in (4, 6, 25))
     sizes = drawn.integers(1, 9, pp).tolist()
-    seconds = Seconds(drawn.uniform(0.1, 1, (dp, pp)), hop=float(drawn.uniform(0, 0.5)), encode=0.7, decode=1.3)
+    seconds = Seconds(drawn.uniform(0.1, 1, (dp, pp)), hop=float(drawn.uniform(0, 5)), encode=0.7, decode=1.3)
     arrivals = poisson(num_samples, float(drawn.uniform(0, 2)), seed)
     layout = Parallel(dp=dp, pp=pp)
     found = schedule.make(layout, sizes, num_samples, seconds, arrivals)
@@ -220,13 +222,14 @@ def test_numbers_without_spans_are_those_of_the_spans(layout):
         assert short[name] == pytest.approx(value), name
 
 
-@pytest.mark.parametrize("hop_s", [0.0, 0.2])
+@pytest.mark.parametrize("hop_s", [0.0, 0.2, 5.0])
 @pytest.mark.parametrize(("total_steps", "num_samples"), [(28, 14), (25, 3), (7, 1), (30, 40)])
 @pytest.mark.parametrize(("dp", "pp"), [(1, 1), (1, 2), (1, 4), (1, 7), (2, 1), (7, 1), (2, 3), (3, 2)])
 def test_closed_forms_agree(dp, pp, total_steps, num_samples, hop_s):
     result = made(total_steps, num_samples, dp, pp, hop=hop_s).numbers()
     formula = closed_form(Parallel(dp=dp, pp=pp), total_steps, num_samples, STEP_S, hop_s)
-    result["latency_s"] = max(result["latency_s"])
+    slow_link = hop_s > math.ceil(total_steps / pp) * STEP_S  # samples then wait for it longer and longer
+    result["latency_s"] = result["latency_s"][0] if slow_link else max(result["latency_s"])
     if result["steady_state_samples_per_s"] is None or num_samples % dp:  # replicas that have fewer end sooner
         formula.pop("steady_state_samples_per_s")
     if dp > num_samples:
@@ -253,7 +256,12 @@ def test_encoding_and_decoding_occupy_the_end_ranks_and_are_no_latency():
     found = made(4, 2, pp=2, step_s=0.5, encode=1.0, decode=2.0)
     assert found.occupied.tolist() == [[2.0, 3.0]]
     assert found.ready_s.tolist() == pytest.approx([5.0, 8.0])
-    assert found.numbers()["latency_s"] == pytest.approx([2.0, 3.0])  # the second waits one for the decoding
+    result, whole = found.numbers(), numbers(found.spans(), found.layout)
+    assert result["latency_s"] == pytest.approx([2.0, 3.0])  # the second waits one for the decoding
+    assert result["makespan_s"] == pytest.approx(8.0)
+    assert result["utilisation_per_rank"] == pytest.approx([4 / 8, 6 / 8])
+    for name in set(result) - {"latency_s"}:
+        assert result[name] == pytest.approx(whole[name]), name
 
 
 def test_arrivals_that_come_faster_than_ranks_can_work_queue_up():
@@ -282,30 +290,39 @@ def test_4096_ranks_and_10_000_samples_within_10_s(layout):
 def test_what_the_documents_draw():
     drawn = dict(schedule.documented())
     ends = [found.numbers()["makespan_s"] for found in drawn.values()]
-    assert ends == pytest.approx([7.23, (6 + 7) * 0.6, 42.0, 8 + 9 * 0.6])
+    assert ends == pytest.approx([7.23, (6 + 7) * 0.6, 42.0, 8 + 9 * 3.8 / 6])  # a hop is longer than a stage
     assert [found.layout.world_size for found in drawn.values()] == [7, 7, 1, 7]
 
 
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        (lambda: Seconds(0.0), "step_s 0.0: must be finite seconds above 0"),
-        (lambda: Seconds([0.1, -1]), "step_s 0.1 -1.0: must be finite seconds above 0"),
-        (lambda: Seconds(float("nan")), "step_s nan: must be finite seconds above 0"),
-        (lambda: Seconds(1, hop=-0.1), "hop_s -0.1: must be finite seconds, not negative"),
-        (lambda: Seconds(1, decode=float("inf")), "decode_s inf: must be finite seconds, not negative"),
+        (lambda: Seconds(0.0), "step_s 0.0: must be seconds above 0, below 1e+09"),
+        (lambda: Seconds([0.1, -1]), "step_s 0.1 -1.0: must be seconds above 0, below 1e+09"),
+        (lambda: Seconds(float("nan")), "step_s nan: must be seconds above 0, below 1e+09"),
+        (lambda: Seconds(1, hop=-0.1), "hop_s -0.1: must be seconds below 1e+09, not negative"),
+        (lambda: Seconds(1, decode=float("inf")), "decode_s inf: must be seconds below 1e+09, not negative"),
         (
             lambda: made(4, 3, pp=2, step_s=[1, 2, 3]),
             "step_s 3: must be one number, one for each of 2 stages, or 1 × 2",
         ),
-        (lambda: made(4, 0), "num_samples 0: must be at least 1"),
+        (lambda: made(4, 0), "num_samples 0: must be a whole number of at least 1"),
         (lambda: made(4, 3, arrivals=[0, 1]), "arrivals 2: must be 3 times, one for each sample"),
         (
             lambda: made(4, 2, arrivals=[1, 0]),
             "arrivals 1.0 0.0: must be finite seconds, not negative and not decreasing",
         ),
-        (lambda: poisson(3, -1.0, 0), "every_s -1.0: must be finite seconds, not negative"),
+        (lambda: poisson(3, -1.0, 0), "every_s -1.0: must be seconds below 1e+09, not negative"),
         (lambda: closed_form(Parallel(pp=5), 4, 1, 0.1), "pp 5: must be at most total_steps, 4"),
+        (lambda: closed_form(Parallel(), 4, -2, 0.1), "num_samples -2: must be a whole number of at least 1"),
+        (lambda: closed_form(Parallel(), 4, 2, 0), "step_s 0.0: must be seconds above 0, below 1e+09"),
+        (lambda: Seconds([]), "step_s : must be seconds above 0, below 1e+09"),
+        (lambda: Seconds("soon"), "step_s soon: must be numbers of seconds"),
+        (lambda: poisson(0, 1.0, 0), "num_samples 0: must be a whole number of at least 1"),
+        (
+            lambda: schedule.make(Parallel(pp=2), [4], 1, Seconds(1)),
+            "sizes 4: must be the steps of 2 stages, at least 1 each",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(wrong, line):
