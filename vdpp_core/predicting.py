@@ -145,7 +145,10 @@ def show_plan(arguments: argparse.Namespace) -> None:
         print(json.dumps({**table.attrs, "layouts": layouts}, indent=2, ensure_ascii=False))
         return
     count = f"{config.num_samples} sample{'s' * (config.num_samples > 1)} of {config.total_steps} steps"
-    print(f"{count}, {_what(config)}, on up to {gpus}; goal {arguments.goal}: {advice.WANTED[arguments.goal]}")
+    wanted = advice.WANTED[arguments.goal]
+    if arguments.goal == "latency" and table.attrs["one_by_one"]:
+        wanted = "the soonest from a video's arrival to its last step"
+    print(f"{count}, {_what(config)}, on up to {gpus}; goal {arguments.goal}: {wanted}")
     print(f"predicted from {known}")
     _print_plan(table, top)
 

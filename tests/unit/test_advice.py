@@ -215,6 +215,7 @@ def test_arrivals_on_the_command_line(capsys):
         ("--gpus 2 --poisson", "--poisson True: only with every_s"),
         ("--gpus 2 --pp 2", "--pp 2: not in a plan, which looks for the layout"),
         ("--gpus 2 --fsdp", "--fsdp True: not in a plan, which looks for the layout"),
+        ("--gpus 2 --latent-shape 1 4 100000 100000 100000", "--latent-shape 1 4 100000 100000 100000: is too large"),
         ("--gpus 2 --device cpu", "--device cpu: needs --calibrate RUN or --tflops"),
         (f"--gpus 2 --calibrate {'x' * 5000}", "--calibrate xxx"),
         (f"--gpus 2 --model-id {'x' * 5000}", "--model-id xxx"),
