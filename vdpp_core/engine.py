@@ -89,12 +89,13 @@ class _Rank:
         self.step_s, self.phase = 0.0, "loading"
         self.unet: nn.Module | None = None
         self.finished: dict[int, Tensor] = {}
+        self.log.write("start", **self._facts())
         if config.model != "dummy":
             from vdpp_core import videos  # seconds that the dummy does not need; no memory of the model's, so not later
 
             self.videos = videos
-        predicted = memory.predict(config).in_gb() if world.rank == 0 else None
-        self.log.write("start", **self._facts(), predicted_memory=predicted)
+        if world.rank == 0:
+            self.log.write("predicted", predicted_memory=memory.predict(config).in_gb())
 
     def _facts(self) -> dict[str, Any]:
         process = psutil.Process()

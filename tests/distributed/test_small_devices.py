@@ -90,4 +90,4 @@ def test_out_of_memory_is_a_result(tmp_path):
     assert "Traceback" not in job.tail(0)
     assert "out of memory while warming up" in job.tail(0)
     events = runfolder.read_events(job.folder)
-    assert [event["kind"] for event in events] == ["start", "loaded", "error"]
+    assert [event["kind"] for event in events] == ["start", "predicted", "loaded", "error"]
