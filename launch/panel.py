@@ -28,6 +28,7 @@ def sliders(draw: Callable[..., Figure], **controls: widgets.Widget) -> widgets.
         with plt.rc_context({"text.hinting": "no_hinting"}):  # soon, not small
             figure.savefig(buffer, format="png", dpi=SCREEN_DPI, pil_kwargs={"compress_level": 1})
         picture.value = buffer.getvalue()
+        figure.clear()  # freed at once, and not by a search for garbage during some later move
 
     for name, control in controls.items():
         control.description = control.description or name

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -46,7 +45,7 @@ def planner(
         spans: of the chosen layout; or why it has none, in words.
     """
     use_theme()
-    figure = plt.figure(figsize=(11, 6.4))
+    figure = Figure(figsize=(11, 6.4))  # not pyplot's, which IPython would keep until the end of a cell
     place = {"left": 0.12, "right": 0.985, "top": 0.885, "bottom": 0.31, "hspace": 0.6, "wspace": 0.1}
     grid = figure.add_gridspec(2, 3, height_ratios=(1.25, 1), **place)  # a layout engine would take half of the 200 ms
     figure.suptitle(title, fontweight="bold", fontsize=11, y=0.975)
@@ -65,7 +64,6 @@ def planner(
     memory.set_xlim(0, max(memory.get_xlim()[1], 1.08 * capacity_gib))
     memory.legend(fontsize=7, loc="lower right")
     figure.text(0.01, 0.215, _table(shown), fontsize=7.2, family="monospace", va="top", linespacing=1.45)
-    plt.close(figure)
     return figure
 
 
@@ -171,5 +169,5 @@ def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figur
             side.set_minor_formatter(NullFormatter())
         panel.set_xlabel(f"measured {'mean ' * (name == 'latency')}{name} (s)")
         panel.set_ylabel("predicted (s)")
-    axes[0, 0].legend(fontsize=7.5)
+    axes[0, 0].legend(fontsize=7.5, loc="lower right")
     return figure
