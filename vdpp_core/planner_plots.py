@@ -59,7 +59,7 @@ def planner(
     memory = figure.add_subplot(grid[1, 2])
     _bars(memory, shown, "needed_gib", "memory needed on a rank (GiB)", str(chosen))
     for panel in figure.axes[2:]:
-        panel.set_yticklabels([])  # as on the left
+        panel.set_yticks([])  # as on the left
     memory.axvline(capacity_gib, color="black", linewidth=2, label="capacity")
     memory.set_xlim(0, max(memory.get_xlim()[1], 1.08 * capacity_gib))
     memory.legend(fontsize=7, loc="lower right")

@@ -159,7 +159,7 @@ def test_the_bound_for_the_small_models(model, shape):
 
 
 @pytest.mark.parametrize(("capacity", "allowed"), [
-    (0, "must be above 0"), (-1, "must be above 0"), (math.nan, "must be above 0"), (math.inf, "must be above 0"),
+    (0, "must be finite and above 0"), (-1, "must be above 0"), (math.nan, "must be above 0"), (math.inf, "must be above 0"),
     (0.4, "must be above what the parameters take on a rank, 0.509 GiB"),
 ])  # fmt: skip
 def test_a_capacity_that_cannot_be(capacity, allowed):
