@@ -158,10 +158,13 @@ def test_the_bound_for_the_small_models(model, shape):
             assert memory.predict_decoding(video).total < memory._at_most(video)
 
 
-@pytest.mark.parametrize(("capacity", "allowed"), [
-    (0, "must be finite and above 0"), (-1, "must be above 0"), (math.nan, "must be above 0"), (math.inf, "must be above 0"),
-    (0.4, "must be above what the parameters take on a rank, 0.509 GiB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("capacity", "allowed"),
+    [
+        *((capacity, "must be finite and above 0") for capacity in (0, -1, math.nan, math.inf)),
+        (0.4, "must be above what the parameters take on a rank, 0.509 GiB"),
+    ],
+)
 def test_a_capacity_that_cannot_be(capacity, allowed):
     with pytest.raises(ConfigError) as caught:
         memory.report(medium(), capacity)
