@@ -1,4 +1,4 @@
-"""Runs in the background, from a terminal: python -m launch start | status | tail | stop | sweep | report."""
+"""Runs in the background, from a terminal: python -m launch start | status | tail | stop | resume | sweep | report."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     tailing.add_argument("--rank", type=int, default=0)
     tailing.add_argument("--lines", type=int, default=20)
     action("report", _report, "execute the notebooks and render them into figures/reports")
+    resuming = action("resume", _resume, "compute what is missing of a run that ended early; return at once")
+    resuming.add_argument("run")
     stopping = action("stop", _stop, "end a run or a sweep; finished samples stay")
     stopping.add_argument("run")
     return parser
@@ -145,14 +147,12 @@ def _row(job: Job | Sweep) -> dict[str, Any]:
         "status": progress["status"],
         "done": f"{progress['samples_finished']} of {progress['num_samples']} samples, {progress['share']:.0%} of all",
         "seconds left": round(left, 1) if left is not None and progress["status"] == "running" else None,
-        "at": "; ".join(at) if progress["status"] in ("running", "failed") else None,
+        "at": progress["stalled"] or "; ".join(at) if progress["status"] in ("running", "failed") else None,
     }
 
 
 def _tail(arguments: argparse.Namespace) -> None:
-    job = attach(arguments.run)
-    if isinstance(job, Sweep):
-        raise ConfigError("run", arguments.run, "must be a run, not a sweep")
+    job = _run(arguments.run)
     print(job.tail(arguments.rank, arguments.lines))
 
 
@@ -160,6 +160,18 @@ def _stop(arguments: argparse.Namespace) -> None:
     job = attach(arguments.run)
     job.stop()
     print(f"{job.run_id}: {job.status()}, {time.strftime('%H:%M:%S')}")
+
+
+def _resume(arguments: argparse.Namespace) -> None:
+    job = _run(arguments.run).resume()
+    print(f"{job.run_id}: {job.progress()['samples_finished']} samples are there, the others follow")
+
+
+def _run(run_id: str) -> Job:
+    job = attach(run_id)
+    if isinstance(job, Sweep):
+        raise ConfigError("run", run_id, "must be a run, not a sweep")
+    return job
 
 
 def _report(_: argparse.Namespace) -> None:

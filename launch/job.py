@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from vdpp_core import machine, memory, results, runfolder
+from vdpp_core import machine, memory, results, resuming, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
+from vdpp_core.progress import progress
 
 if TYPE_CHECKING:
     from launch.sweep import Sweep
@@ -38,7 +39,7 @@ class Job:
 
     def status(self) -> str:
         """starting, loading, warming up, running, decoding; or the outcome: ok, oom, failed, stopped."""
-        return self.outcome() or results.progress(self.folder)["phase"]
+        return self.outcome() or progress(self.folder)["phase"]
 
     def outcome(self) -> str | None:
         """How the run ended; None while it goes on. Cheaper than `status`."""
@@ -46,9 +47,10 @@ class Job:
         return None if result is None else result["outcome"]
 
     def progress(self) -> dict[str, Any]:
-        """samples_finished, num_samples, share (0 … 1), seconds_left, and for each rank its phase, sample and step."""
-        outcome, progress = self.outcome(), results.progress(self.folder)
-        return {"status": outcome or progress["phase"], **progress}
+        """samples_finished, num_samples, share (0 … 1), seconds_left, which rank is stalled, and each rank's phase,
+        sample and step."""
+        outcome, far = self.outcome(), progress(self.folder)
+        return {"status": outcome or far["phase"], **far}
 
     def tail(self, rank: int = 0, lines: int = 20) -> str:
         """The last lines that a rank wrote to stdout and stderr."""
@@ -75,6 +77,21 @@ class Job:
         """End the run; samples that are finished stay. Returns the result, also of a run that had ended before."""
         end(self.folder)
         return results.settle(self.folder, reason="stopped")
+
+    def resume(self) -> Job:
+        """Compute what is missing of a run that has ended, in its own folder, and return at once.
+
+        Raises:
+            ConfigError: it goes on, nothing is missing, or this machine would compute other latents.
+        """
+        if self.outcome() is None:
+            raise ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
+        config = RunConfig.read(self.folder)
+        machine.check(config, local_ranks=config.layout.world_size)
+        for line in resuming.begin_again(self.folder):
+            warnings.warn(line, stacklevel=2)
+        launch([self.folder], log=self.folder / "logs" / "launcher.log")
+        return self
 
     def result(self) -> dict[str, Any]:
         """The result of a run that has ended.

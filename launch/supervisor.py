@@ -9,6 +9,7 @@ import argparse
 import signal
 import sys
 import threading
+import time
 import traceback
 import uuid
 from pathlib import Path
@@ -21,39 +22,38 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from launch.job import end_ranks
 from launch.sweep import Sweep
-from vdpp_core import results, runfolder
+from vdpp_core import progress, results
 from vdpp_core.config import RunConfig
+from vdpp_core.events import now
 
+PERIOD_S = 0.5
 LAST_WORDS_S = 5.0  # after a rank's last word, for the others to have theirs
 
 
 class Watchdog(threading.Thread):
-    """Kills ranks that no longer move: a stopped process hears no SIGTERM, and torchrun's agent gives it 30 s more."""
+    """Names a rank that is stalled, and ends the run after its timeout; kills ranks that do not hear that it is over:
+    a stopped process hears no SIGTERM, and torchrun's agent would give it 30 s more."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.folder, self.timeout_s = folder, RunConfig.read(folder).timeout_s
+        self.folder, self.watchdog = folder, progress.Watchdog(folder)
         self.stalled: dict[int, str] = {}
         self.over = threading.Event()
 
     def run(self) -> None:
-        while not self.over.wait(0.5):
-            silence = runfolder.silence_s(self.folder)
-            if silence < min(LAST_WORDS_S, self.timeout_s):
-                continue
-            events = runfolder.read_events(self.folder)
-            kinds = {event["kind"] for event in events}
-            if kinds & {"error", "terminated"}:
+        named = None
+        while not self.over.wait(PERIOD_S):
+            events = self.watchdog.follower.events()
+            ended = any(event["kind"] in ("error", "terminated") for event in events)
+            if ended and now() - events[-1]["t"] > LAST_WORDS_S:
                 end_ranks(self.folder)
-            elif "clock" in kinds and silence > self._patience(events):
-                rank = results.stalled_rank(self.folder)
-                self.stalled = {rank: f"stalled: no rank wrote an event for {silence:.0f} s (timeout_s)"}
-                end_ranks(self.folder)
-
-    def _patience(self, events: list[runfolder.Event]) -> float:
-        """A little more than that of the ranks' own guards."""
-        slowest = max((event["seconds"] for event in events if event["kind"] == "warm"), default=0.0)
-        return max(self.timeout_s, 5 * slowest) + 2
+            elif not ended and (stall := self.watchdog.look()):
+                if stall.rank != named:
+                    named = stall.rank
+                    print(f"{time.strftime('%H:%M:%S')} {stall}", flush=True)
+                if stall.silent_s > stall.limit_s:
+                    self.stalled = {stall.rank: f"stalled: {stall}"}
+                    end_ranks(self.folder)
 
 
 def supervise(folder: Path) -> dict[str, Any]:

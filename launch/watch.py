@@ -47,6 +47,8 @@ def _run(run_id: str, progress: dict[str, Any]) -> str:
     words = f"{progress['status']}, {progress['samples_finished']} of {progress['num_samples']} samples"
     if left is not None and progress["status"] == "running":
         words += f", about {left:.0f} s left"
+    if progress["stalled"] and progress["status"] == "running":
+        words += f"; {progress['stalled']}"
     bars = [_bar(run_id, progress["share"], words)]
     for rank in progress["ranks"]:
         at = f"sample {rank['sample']}, step {rank['step']}" if rank["step"] is not None else rank["phase"]

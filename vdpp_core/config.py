@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,7 +107,13 @@ class RunConfig(Frozen):
         default=None, gt=0, le=100_000, description="play a smaller device: what a rank may use for model and run"
     )
     timeout_s: float = Field(
-        default=300.0, ge=1, le=86_400, description="silence of all ranks that ends a run (and at least five steps)"
+        default=300.0,
+        ge=1,
+        le=86_400,
+        description="silence of a rank at work that ends a run; at least five steps",
+    )
+    stall_steps: float = Field(
+        default=10.0, ge=2, le=1e6, description="silence, in a rank's own steps, from which on it is named as stalled"
     )
 
     output_dir: Path | None = Field(default=None, description="the run folder itself; default: a new one under runs/")
@@ -260,15 +267,16 @@ class RunConfig(Frozen):
         """The steps of each stage."""
         return split(self.total_steps, self.layout.pp, self.stage_weights)
 
-    def samples(self, replica: int) -> range:
-        """The samples of a replica; empty where there are more replicas than samples."""
+    def samples(self, replica: int, of: Sequence[int] | None = None) -> Sequence[int]:
+        """The samples of a replica, of these or of all; empty where there are more replicas than samples."""
+        of = range(self.num_samples) if of is None else of
         if self.fsdp_same_sample:
-            return range(self.num_samples if replica == 0 else 0)
-        return range(replica, self.num_samples, self.layout.dp)
+            return of if replica == 0 else of[:0]
+        return of[replica :: self.layout.dp]
 
-    def padding(self, replica: int) -> int:
+    def padding(self, replica: int, of: Sequence[int] | None = None) -> int:
         """Samples that a replica computes for the company of its shard group only; they count for nothing."""
-        return len(self.samples(0)) - len(self.samples(replica)) if self.layout.fsdp else 0
+        return len(self.samples(0, of)) - len(self.samples(replica, of)) if self.layout.fsdp else 0
 
     @property
     def sequential(self) -> bool:

@@ -14,21 +14,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vdpp_core import conditioning, machine, memory, results, runfolder, unets
+from vdpp_core import conditioning, machine, memory, results, resuming, runfolder, unets
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
+from vdpp_core.events import EventLog
+from vdpp_core.files import FullDiskError
 from vdpp_core.guard import Guard
 from vdpp_core.handoff import Handoff
 from vdpp_core.limits import Device, OutOfMemoryError
-from vdpp_core.measure import EventLog, MemoryMeter, Stopwatch
+from vdpp_core.measure import MemoryMeter, Stopwatch
 from vdpp_core.mesh import LostRankError, Ranks, World, communication, joined
 from vdpp_core.parallel import fsdp
 from vdpp_core.parallel.parallelize import parallelize, sent
 
 Source = Callable[[int], Tensor]
 Sink = Callable[[int, Tensor], None]
-LOADING_PATIENCE_S = 3600.0  # without an event, while weights may be downloaded
 
 
 def run(config: RunConfig) -> Path:
@@ -53,13 +54,11 @@ def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
     config = RunConfig.read(folder)
     with (
         EventLog(folder, ranks.rank) as log,
-        Guard(folder, log, ranks.under_torchrun) if guarded else nullcontext() as guard,
+        Guard(folder, log, ranks.under_torchrun) if guarded else nullcontext(),
     ):
-        if guard:
-            guard.watch(max(config.timeout_s, LOADING_PATIENCE_S))
         try:
             with joined(config, ranks, str(folder.absolute())) as world:
-                _Rank(config, folder, world, log, guard).work()
+                _Rank(config, folder, world, log).work()
                 world.barrier()
         except BaseException as error:
             log.last_word("error", **_last_words(error))
@@ -71,6 +70,8 @@ def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
 def _last_words(error: BaseException) -> dict[str, Any]:
     if isinstance(error, OutOfMemoryError):
         return {"error": str(error), "oom": error.facts}
+    if isinstance(error, FullDiskError):
+        return {"error": str(error)}
     words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return {"error": words, "lost_rank": error.rank if isinstance(error, LostRankError) else None}
 
@@ -78,15 +79,16 @@ def _last_words(error: BaseException) -> dict[str, Any]:
 class _Rank:
     """One rank's part of a run, in the order in which it happens."""
 
-    def __init__(self, config: RunConfig, folder: Path, world: World, log: EventLog, guard: Guard | None) -> None:
-        self.config, self.folder, self.world, self.log, self.guard = config, folder, world, log, guard
-        self.steps = config.stages()[world.place.stage]
-        self.samples, self.padding = config.samples(world.place.replica), config.padding(world.place.replica)
+    def __init__(self, config: RunConfig, folder: Path, world: World, log: EventLog) -> None:
+        self.config, self.folder, self.world, self.log = config, folder, world, log
+        self.steps, self.todo = config.stages()[world.place.stage], resuming.work(folder, config)
+        self.samples = config.samples(world.place.replica, self.todo.latents)
+        self.padding = config.padding(world.place.replica, self.todo.latents)
         self.busy = bool(self.samples or self.padding)
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.dtype = machine.dtype(config)
         self.stopwatch, self.meter = Stopwatch(world.device), MemoryMeter(world.device)
-        self.step_s, self.phase = 0.0, "loading"
+        self.phase = "loading"
         self.unet: nn.Module | None = None
         self.finished: dict[int, Tensor] = {}
         self.log.write("start", **self._facts())
@@ -136,8 +138,6 @@ class _Rank:
             self._warm_up()
         self.world.barrier()
         self.log.write("clock")
-        if self.guard:
-            self.guard.watch(max(self.config.timeout_s, 5 * self.step_s))
         self.phase = "running"
         if self.busy:
             self._denoise([*self.samples, *[None] * self.padding], self._noise, self._finish)
@@ -200,7 +200,6 @@ class _Rank:
             self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
             seconds = self.stopwatch.stop()
         self.log.write("warm", seconds=seconds, sent_bytes=sum(sent(self.unet).values()) - before)
-        self.step_s = seconds
         warm_ups = range(-self.config.warmup_samples, 0)
         self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)
 
@@ -220,9 +219,10 @@ class _Rank:
 
     def _make_videos(self) -> None:
         """The second phase: the UNet goes, the latents are shared out, every rank makes its share of the videos."""
-        if self.guard:
-            self.guard.watch(max(self.config.timeout_s, LOADING_PATIENCE_S))  # the others may load the decoder
         share = self._share_of_latents() if self.samples else {}
+        for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
+            latents = runfolder.load_latents(self.folder, sample).transpose(1, 2)
+            share[sample] = latents.to(self.world.device)
         if share:
             self.videos.make(self.config, self.folder, share, self.world.device, self.dtype, self.log)
         self.world.barrier()
@@ -295,6 +295,7 @@ class _Rank:
 
     def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
         """On a terminal, on the last stage of the first replica."""
-        shown = self.last and self.world.place.replica == 0 and self.world.speaks and samples[:1] == [0]
+        counted = list(samples[:1]) == list(self.samples[:1])  # and no warm-up
+        shown = self.last and self.world.place.replica == 0 and self.world.speaks and counted
         total = len(samples) * len(self.steps)
         return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

@@ -1,4 +1,4 @@
-"""A rank's last word: when it is told to end, when its launcher is gone, or when the whole run has fallen silent."""
+"""A rank's last word: when it is told to end, when its launcher is gone, or when a rank is stalled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vdpp_core import results, runfolder
-from vdpp_core.measure import EventLog
+from vdpp_core.events import EventLog
+from vdpp_core.progress import Watchdog
 
 PERIOD_S = 0.5
 PATIENCE_S = 3.0
@@ -25,7 +26,7 @@ class Guard(threading.Thread):
         super().__init__(daemon=True)
         self.folder, self.log = folder, log
         self.parent = os.getppid() if follow_parent else None
-        self.timeout_s: float | None = None
+        self.watchdog = Watchdog(folder)
         self.stopped = False
 
     def __enter__(self) -> Guard:
@@ -46,10 +47,6 @@ class Guard(threading.Thread):
         os.close(self.signals)
         os.close(self.wakeup)
 
-    def watch(self, timeout_s: float) -> None:
-        """From now on, end the run when no rank has written an event for so long."""
-        self.timeout_s = timeout_s
-
     def run(self) -> None:
         while not self.stopped:
             if select.select([self.signals], [], [], PERIOD_S)[0]:
@@ -58,10 +55,8 @@ class Guard(threading.Thread):
                     self._end(128 + number, "terminated", signal=signal.Signals(number).name)
             elif self.parent is not None and os.getppid() != self.parent:
                 self._end(1, "terminated", signal="the launcher is gone")
-            elif self.timeout_s is not None and runfolder.silence_s(self.folder) > self.timeout_s:
-                blamed = results.stalled_rank(self.folder)
-                cause = f"stalled: no rank wrote an event for {self.timeout_s:g} s (timeout_s)"
-                self._end(1, "error", error=cause, blamed=blamed)
+            elif stall := self.watchdog.over():
+                self._end(1, "error", error=f"stalled: {stall}", blamed=stall.rank)
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:
         """Have the last word, then see to the result once the others have had theirs; a launcher does that better."""

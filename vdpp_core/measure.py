@@ -1,31 +1,21 @@
-"""Clocks, peak memory and the event log of one rank."""
+"""Clocks and peak memory of one rank."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import resource
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import psutil
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MOST_FOR_MMAP = 32 * 2**20  # what glibc accepts at most as the latter
-_EPOCH = time.time() - time.perf_counter()
-
-
-def now() -> float:
-    """Seconds since 1970 on the monotonic clock, which the processes of one machine share."""
-    return _EPOCH + time.perf_counter()
 
 
 @contextmanager
@@ -122,38 +112,3 @@ def _resident_high_water() -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
-
-
-class EventLog:
-    """events/rank-N.jsonl: one line an event, out of the process as soon as it is written.
-
-    Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
-    it), step (seconds), send (seconds waited for room), sample (finished), pad (a step that only keeps the shard group
-    company), done, and at a bad end error or terminated. Where videos are made: decode (a sample taken up), chunk (some
-    of its frames decoded), video (written, seconds) and official (compared with the official pipeline's).
-    """
-
-    def __init__(self, run_folder: Path, rank: int) -> None:
-        self.rank, self.lock = rank, threading.Lock()
-        self.file = (run_folder / "events" / f"rank-{rank}.jsonl").open("a", buffering=1)
-
-    def write(self, kind: str, sample: int | None = None, step: int | None = None, **facts: Any) -> None:
-        with self.lock:
-            self._write(kind, sample=sample, step=step, **facts)
-
-    def last_word(self, kind: str, **facts: Any) -> None:
-        """Write the last event. Whoever wants to write after it, or have another last word, waits for the end."""
-        self.lock.acquire()
-        self._write(kind, **facts)
-
-    def _write(self, kind: str, **facts: Any) -> None:
-        event = {"t": now(), "rank": self.rank, "kind": kind, **facts}
-        self.file.write(json.dumps({name: value for name, value in event.items() if value is not None}) + "\n")
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.file.close()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from vdpp_core.errors import ConfigError
+from vdpp_core.files import write_whole
 
 Frames = NDArray[np.uint8]  # (frames, height, width, 3)
 MP4_QUALITY = 8  # of imageio's 0 to 10
@@ -107,26 +106,21 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 
 def save_video(folder: Path, name: str, frames: Frames, image: Image.Image, fps: int) -> None:
     """`name`.mp4 (H.264), `name`.gif and `name`.png, a row of frames after the image; each whole or not at all."""
-    from diffusers.utils import export_to_gif, export_to_video
+    from diffusers.utils import export_to_gif
 
     folder.mkdir(exist_ok=True)
     pictures = [Image.fromarray(frame) for frame in frames]
-    write_whole(
-        folder / f"{name}.mp4",
-        lambda draft: export_to_video(pictures, str(draft), fps=fps, quality=MP4_QUALITY, macro_block_size=8),
-    )
+    write_whole(folder / f"{name}.mp4", lambda draft: _write_mp4(pictures, draft, fps))
     write_whole(folder / f"{name}.gif", lambda draft: export_to_gif(pictures, str(draft), fps=min(fps, GIF_FPS)))
     write_whole(folder / f"{name}.png", lambda draft: row(frames, image).save(draft))
 
 
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` write a draft beside `path`, which takes its place when it is complete."""
-    draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
-    try:
-        write(draft)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+def _write_mp4(pictures: list[Image.Image], path: Path, fps: int) -> None:
+    from diffusers.utils import export_to_video
+
+    export_to_video(pictures, str(path), fps=fps, quality=MP4_QUALITY, macro_block_size=8)
+    if b"moov" not in path.read_bytes():  # what ffmpeg writes last; that it could not, nobody asks
+        raise OSError(f"{path.name}: the encoder did not reach its end")
 
 
 def row(frames: Frames, image: Image.Image) -> Image.Image:

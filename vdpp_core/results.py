@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vdpp_core import machine, metrics, runfolder, schedule
+from vdpp_core import files, machine, metrics, resuming, runfolder, schedule
 from vdpp_core.config import RunConfig
-from vdpp_core.layout import Parallel
+from vdpp_core.events import Event, Follower
 from vdpp_core.metrics import Span
-from vdpp_core.runfolder import Event
-
-ENDS = ("done", "error", "terminated")
+from vdpp_core.progress import ENDS, position
 
 
 def measured_spans(events: Sequence[Event]) -> list[Span]:
@@ -40,16 +39,23 @@ def measured_spans(events: Sequence[Event]) -> list[Span]:
 
 
 def write(folder: Path, outcome: str, failure: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Compute the result of a run folder and write result.json, the last of its files."""
+    """Compute the result of a run folder and write result.json, the last of its files.
+
+    Where there is no room for it, it is returned all the same: whoever asks later computes it again.
+    """
     result = summarise(folder) | {"outcome": outcome} | ({"failure": failure} if failure else {})
-    runfolder.write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    files.release(folder)
+    try:
+        runfolder.write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    except files.FullDiskError as error:
+        warnings.warn(str(error), stacklevel=2)
     return result
 
 
 def summarise(folder: Path) -> dict[str, Any]:
     """All that a run's events tell, finished or not, with what it ran on."""
-    config, events = RunConfig.read(folder), runfolder.read_events(folder)
-    layout = config.layout
+    config, log = RunConfig.read(folder), Follower(folder)
+    events, layout, work = log.events(), config.layout, resuming.work(folder, config)
     finished = {event["sample"] for event in events if event["kind"] == "sample"}
     spans = [span for span in measured_spans(events) if span.sample in finished]
     started = {event["rank"]: event for event in events if event["kind"] == "start"}
@@ -67,13 +73,16 @@ def summarise(folder: Path) -> dict[str, Any]:
         "latent_shape": list(config.shape),
         "num_samples": config.num_samples,
         "fsdp": layout.fsdp,
-        **metrics.numbers(spans, layout),
-        **_waits(events, layout),
+        **(numbers := metrics.numbers(spans, layout)),
+        "samples_finished": len(work.kept) + numbers["samples_finished"],
+        "resumed": {"attempt": work.attempt, "samples_kept": len(work.kept)} if work.attempt > 1 else None,
+        "damaged": log.damaged,
+        **_waits(events, config, work.latents),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
         "lockstep_gb_per_step_per_rank": [sent[rank] for rank in sorted(sent)],
         "memory_per_rank": [memory[rank] for rank in sorted(memory)],
-        "predicted": _predicted(config, events),
+        "predicted": _predicted(config, events, len(work.latents)),
         **_videos(events, config),
         "threads_per_rank": [started[rank]["threads"] for rank in sorted(started)],
         "device": next((event["device"] for event in started.values()), None),
@@ -86,19 +95,21 @@ def summarise(folder: Path) -> dict[str, Any]:
     }
 
 
-def _waits(events: Sequence[Event], layout: Parallel) -> dict[str, Any]:
+def _waits(events: Sequence[Event], config: RunConfig, samples: Sequence[int]) -> dict[str, Any]:
     """Seconds that ranks waited for latents to come or to leave; in the steady state: without a rank's first sample."""
+    layout = config.layout
     total, steady, busy = ([0.0] * layout.world_size for _ in range(3))
+    firsts = [config.samples(replica, samples)[:1] for replica in range(layout.dp)]
     for event in events:
         rank, sample = event["rank"], event.get("sample", -1)
         if sample < 0 or event["kind"] not in ("take", "send", "step"):
             continue
-        replica = layout.place(rank).replica
+        later = sample not in firsts[layout.place(rank).replica]
         if event["kind"] == "step":
-            busy[rank] += event["seconds"] * (sample != replica)
+            busy[rank] += event["seconds"] * later
         else:
             total[rank] += event["seconds"]
-            steady[rank] += event["seconds"] * (sample != replica)
+            steady[rank] += event["seconds"] * later
     shares = [wait / work if work else None for wait, work in zip(steady, busy, strict=True)]
     return {"handoff_wait_s_per_rank": total, "steady_handoff_wait_share_per_rank": shares}
 
@@ -124,7 +135,7 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _predicted(config: RunConfig, events: Sequence[Event]) -> dict[str, Any] | None:
+def _predicted(config: RunConfig, events: Sequence[Event], samples: int) -> dict[str, Any] | None:
     """What was to be expected: the peak memory of a rank, foretold on the meta device; and when the clock started,
     the times that follow from the steps before it: those of the warm-up samples, or the warm-up step."""
     layout = config.layout
@@ -138,59 +149,12 @@ def _predicted(config: RunConfig, events: Sequence[Event]) -> dict[str, Any] | N
         stage = layout.place(event["rank"]).stage
         if event["kind"] == "warm" and not step_s[stage]:
             step_s[stage].append(event["seconds"])
-    if not all(step_s[stage] for stage in range(layout.pp)):
+    if not samples or not all(step_s[stage] for stage in range(layout.pp)):
         return memory or None
     seconds = [median(step_s[stage]) for stage in range(layout.pp)]
     known = {"source": "the steps before the clock started", "step_s_per_stage": seconds}
-    return memory | known | schedule.predict(config, schedule.Seconds(seconds)).numbers()
-
-
-def progress(folder: Path) -> dict[str, Any]:
-    """How far a run is: its phase (starting, loading, warming up, running, decoding), samples finished, the share done,
-    seconds left, and each rank's last kind of event and position."""
-    config, events = RunConfig.read(folder), runfolder.read_events(folder)
-    layout, stages = config.layout, config.stages()
-    ranks = []
-    for rank in range(layout.world_size):
-        own = [event for event in events if event["rank"] == rank]
-        replica, stage, _ = layout.place(rank)
-        steps = sum(event["kind"] == "step" and event["sample"] >= 0 for event in own)
-        sample, step = position(own, stages[stage])
-        ranks.append(
-            {
-                "rank": rank,
-                "phase": own[-1]["kind"] if own else "starting",
-                "sample": sample,
-                "step": step,
-                "steps_done": steps,
-                "steps": len(config.samples(replica)) * len(stages[stage]),
-            }
-        )
-    done, total = sum(rank["steps_done"] for rank in ranks), sum(rank["steps"] for rank in ranks)
-    zero = min((event["t"] for event in events if event["kind"] == "clock"), default=None)
-    elapsed = 0.0 if zero is None else max(event["t"] for event in events) - zero
-    kinds = {event["kind"] for event in events}
-    phases = (("decode", "decoding"), ("clock", "running"), ("loaded", "warming up"), ("start", "loading"))
-    return {
-        "phase": next((phase for kind, phase in phases if kind in kinds), "starting"),
-        "samples_finished": sum(event["kind"] == "sample" for event in events),
-        "num_samples": config.num_samples,
-        "share": done / total,
-        "seconds_left": elapsed * (total - done) / done if done else None,
-        "ranks": ranks,
-    }
-
-
-def position(own: Sequence[Event], steps: range) -> tuple[int | None, int | None]:
-    """(sample, step) that a rank was at when it wrote its last event: the step after the last one it finished."""
-    for event in reversed(own):
-        if event["kind"] in ("decode", "video", "official"):
-            return event["sample"], None
-        if event["kind"] == "take":
-            return event["sample"], steps[0]
-        if event["kind"] == "step":
-            return event["sample"], min(event["step"] + 1, steps[-1])
-    return None, None
+    todo = config.replace(num_samples=samples)
+    return memory | known | schedule.predict(todo, schedule.Seconds(seconds)).numbers()
 
 
 def settle(
@@ -206,6 +170,8 @@ def settle(
     result = runfolder.read_result(folder)
     if result is not None and (not again or result["outcome"] == "ok"):
         return result
+    if _all_done(folder):  # the result itself was lost
+        return write(folder, "ok")
     failure = first_cause(folder, exits or {})
     if reason == "stopped" and not _own_fault(folder):  # that some ranks lost others is then no wonder
         failure = None
@@ -222,6 +188,11 @@ def _own_fault(folder: Path) -> bool:
     return any(event["kind"] == "error" and event.get("lost_rank") is None for event in events)
 
 
+def _all_done(folder: Path) -> bool:
+    done = {event["rank"] for event in runfolder.read_events(folder) if event["kind"] == "done"}
+    return len(done) == RunConfig.read(folder).layout.world_size
+
+
 def _all_vanished(folder: Path) -> bool:
     """Whether no rank left a last word, as when the machine went down."""
     return not any(event["kind"] in ENDS for event in runfolder.read_events(folder))
@@ -235,21 +206,6 @@ def all_ended(folder: Path) -> bool:
     return bool(starts) and all(start["rank"] in ended or runfolder.has_vanished(start) for start in starts)
 
 
-def stalled_rank(folder: Path) -> int:
-    """Of a run that has fallen silent, a rank that is stopped, or one in the middle of a stage: others wait for it."""
-    config, events = RunConfig.read(folder), runfolder.read_events(folder)
-    for event in events:
-        if event["kind"] == "start" and runfolder.stands_still(event):
-            return event["rank"]
-    last = {event["rank"]: event for event in events}
-    for rank, event in sorted(last.items()):
-        steps = config.stages()[config.layout.place(rank).stage]
-        in_a_stage = event["kind"] in ("step", "pad") and event["step"] != steps[-1]
-        if event["kind"] in ("take", "decode", "chunk") or in_a_stage:
-            return rank
-    return min(last, key=lambda rank: last[rank]["t"])
-
-
 def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None:
     """The rank that failed first, where it was and why; None where every rank was ended from outside.
 
@@ -259,7 +215,8 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     config = RunConfig.read(folder)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in range(config.layout.world_size)}
     for event in runfolder.read_events(folder):
-        by_rank[event["rank"]].append(event)
+        if event["rank"] in by_rank:
+            by_rank[event["rank"]].append(event)
     ends = [event for own in by_rank.values() for event in own if event["kind"] in ENDS]
     errors = sorted((event for event in ends if event["kind"] == "error"), key=lambda event: event["t"])
     own_faults = [event for event in errors if event.get("lost_rank") is None]

@@ -2,32 +2,47 @@
 
 config.json      the RunConfig, by whoever starts the run
 events/          rank-N.jsonl, by each rank
-latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica's last stage when the sample is done
+latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica's last stage when the sample is done;
+                 with the SHA-256 of its bytes
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by whichever rank decoded it;
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
 result.json      last, atomically, by rank 0; by the launcher or a surviving rank after a failure
 job.json         the launcher's process, where there is one (launch/)
 logs/            what torchrun kept of each rank
+todo.json        of a resumed run: what this attempt has to do (resuming.py)
+attempts/N/      of a resumed run: events/, logs/, result.json, job.json and todo.json of attempt N, which ended early
+.reserve         room for the last words on a full disk; goes when the run ends
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import socket
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import psutil
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
+from vdpp_core import files
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
+from vdpp_core.events import Event, Follower, events_paths
+from vdpp_core.files import DamagedError, write_atomically
 
-Event = dict[str, Any]
+__all__ = ["Event", "events_paths", "write_atomically"]  # those of others that belong to the folder
+
+OUTCOMES = ("ok", "oom", "failed", "stopped")
+_LAST_WORDS = 256 * 1024  # bytes, and those of each sample in a result
+_OF_A_SAMPLE = 100
 
 
 def runs_root() -> Path:
@@ -72,27 +87,30 @@ def create(config: RunConfig) -> Path:
         for part in ("events", "latents", "logs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.json", config.replace(output_dir=folder).to_json())
+        files.reserve(folder, room(config))
     except OSError as error:
         raise ConfigError("output_dir", folder, f"must be a folder that can be written ({error.strerror})") from None
     return folder
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """All of it or nothing, also when the process dies in the middle."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+def room(config: RunConfig) -> int:
+    """Bytes that suffice for the last words of all ranks and the result."""
+    return _LAST_WORDS + _OF_A_SAMPLE * config.num_samples
 
 
 def save_latents(folder: Path, sample: int, latents: Tensor) -> None:
-    """latents (B, C, F, H, W) of a finished sample, whole or not at all."""
-    path = latents_path(folder, sample)
-    draft = path.with_suffix(f".{secrets.token_hex(4)}")
-    save_file({"latents": latents.contiguous().cpu()}, draft)
-    draft.replace(path)
+    """latents (B, C, F, H, W) of a finished sample, whole or not at all.
+
+    Raises:
+        FullDiskError: there is no room for it.
+    """
+    tensor = latents.contiguous().cpu()
+    data = save({"latents": tensor}, metadata={"sha256": _digest(tensor)})
+    files.write_whole(latents_path(folder, sample), lambda draft: draft.write_bytes(data))
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
 
 
 def latents_path(folder: Path, sample: int) -> Path:
@@ -100,8 +118,23 @@ def latents_path(folder: Path, sample: int) -> Path:
 
 
 def load_latents(folder: Path, sample: int) -> Tensor:
-    """(B, C, F, H, W) of a finished sample."""
-    return load_file(latents_path(folder, sample))["latents"]
+    """(B, C, F, H, W) of a finished sample.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedError: the file does not hold what was written.
+    """
+    path = latents_path(folder, sample)
+    try:
+        with safe_open(path, "pt") as file:
+            latents, told = file.get_tensor("latents"), (file.metadata() or {}).get("sha256")
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DamagedError(path, str(error)) from None
+    if told != _digest(latents):
+        raise DamagedError(path, "its numbers are not those that were written")
+    return latents
 
 
 def video_names(config: RunConfig, sample: int) -> list[str]:
@@ -110,31 +143,35 @@ def video_names(config: RunConfig, sample: int) -> list[str]:
     return [f"sample-{sample:03d}" + (f"-{index}" if batch > 1 else "") for index in range(batch)]
 
 
-def events_paths(folder: Path) -> list[Path]:
-    return sorted((folder / "events").glob("rank-*.jsonl"))
-
-
 def read_events(folder: Path) -> list[Event]:
-    """All ranks' events in the order of time. A line that is still being written is left out."""
-    events = []
-    for path in events_paths(folder):
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                events.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return sorted(events, key=lambda event: event["t"])
+    """All ranks' events in the order of time; lines that hold none are left out (`events.Follower` names them)."""
+    return Follower(folder).events()
 
 
-def silence_s(folder: Path) -> float:
-    """Seconds since any rank last wrote an event."""
-    return time.time() - max((path.stat().st_mtime for path in events_paths(folder)), default=time.time())
+def longest_silence_s(folder: Path) -> float:
+    """Seconds since the rank that has been silent for longest wrote an event."""
+    return time.time() - min((path.stat().st_mtime for path in events_paths(folder)), default=time.time())
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """result.json, or None while there is none."""
-    path = folder / "result.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    """result.json, or None while there is none; what was in a damaged one is computed again."""
+    result = read_object(folder / "result.json", "outcome")
+    return result if result is None or result["outcome"] in OUTCOMES else None
+
+
+def read_object(path: Path, *needed: str) -> dict[str, Any] | None:
+    """A JSON object with these entries, if there is one; a damaged one is none, with a warning."""
+    try:
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict) and found.keys() >= set(needed):
+            return found
+        reason = "is not the object that was written"
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    warnings.warn(f"not trusted: {DamagedError(path, reason)}", stacklevel=3)
+    return None
 
 
 def write_launcher(folder: Path, pid: int) -> None:
@@ -145,8 +182,7 @@ def write_launcher(folder: Path, pid: int) -> None:
 
 def read_launcher(folder: Path) -> dict[str, Any] | None:
     """pid and creation time of that process; None where torchrun was called by hand."""
-    path = folder / "job.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_object(folder / "job.json", "pid", "created", "host")
 
 
 def launcher_alive(folder: Path) -> bool:

@@ -15,7 +15,8 @@ from vdpp_core import media
 from vdpp_core.conditioning import generators
 from vdpp_core.config import RunConfig
 from vdpp_core.decode import Decoder, to_bytes
-from vdpp_core.measure import EventLog
+from vdpp_core.events import EventLog
+from vdpp_core.files import write_whole
 from vdpp_core.media import Frames
 from vdpp_core.runfolder import video_names
 from vdpp_core.unets.svd import load_official
@@ -56,10 +57,10 @@ def make(
 def make_contact_sheet(config: RunConfig, folder: Path) -> None:
     """The first 32 videos below one another, and the image as the model saw it."""
     place = folder / "videos"
-    media.write_whole(place / "input.png", _as_seen(config).save)
+    write_whole(place / "input.png", _as_seen(config).save)
     names = [name for sample in range(config.num_samples) for name in video_names(config, sample)]
     rows = [Image.open(path) for name in names[: media.SHEET_ROWS] if (path := place / f"{name}.png").exists()]
-    media.write_whole(place / "contact-sheet.png", media.contact_sheet(rows).save)
+    write_whole(place / "contact-sheet.png", media.contact_sheet(rows).save)
 
 
 def _as_seen(config: RunConfig) -> Image.Image:

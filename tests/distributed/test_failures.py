@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vdpp_core import Parallel, RunConfig, results, runfolder
+from vdpp_core import Parallel, RunConfig, progress, runfolder
 from vdpp_core.config import MODELS
 
 pytestmark = pytest.mark.alone
@@ -72,7 +72,7 @@ def assert_last_words_are_last(folder):
     """Nothing is computed, written or counted after a rank has said that it ends."""
     for rank in range(2):
         kinds = [event["kind"] for event in runfolder.read_events(folder) if event["rank"] == rank]
-        said = [kind for kind in kinds if kind in results.ENDS]
+        said = [kind for kind in kinds if kind in progress.ENDS]
         assert len(said) == 1, kinds[-4:]
         assert kinds[-1] == said[0], kinds[-4:]
 

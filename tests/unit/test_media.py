@@ -302,17 +302,6 @@ def test_a_video_that_plays_in_a_browser(tmp_path):
     assert facts["pix_fmt"].startswith("yuv420p")
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path):
-    def fail(draft: Path):
-        draft.write_text("half")
-        raise OSError("disk full")
-
-    (tmp_path / "a.png").write_text("before")
-    with pytest.raises(OSError, match="disk full"):
-        media.write_whole(tmp_path / "a.png", fail)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.png", "before")]
-
-
 @pytest.mark.parametrize(("broken", "left"), [("export_to_video", []), ("export_to_gif", ["a.mp4"])])
 def test_no_half_of_a_video_is_left(tmp_path, monkeypatch, broken, left):
     import diffusers.utils

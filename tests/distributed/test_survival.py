@@ -1,0 +1,235 @@
+"""Runs of six samples that end badly in the middle: named, nothing left behind, nothing finished lost, resumed."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import launch
+from tests.distributed.conftest import launch_command
+from vdpp_core import Parallel, RunConfig, runfolder
+from vdpp_core.errors import ConfigError
+
+pytestmark = pytest.mark.alone
+
+SAMPLES = 6
+CONFIG = RunConfig(
+    total_steps=50,
+    num_samples=SAMPLES,
+    num_frames=5,
+    save_latents=True,
+    threads=1,
+    timeout_s=4,
+    parallel=Parallel(pp=2),
+)
+WaitUntil = Callable[[Callable[[], Any], float], Any]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    """The latents of an undisturbed run; of another layout, which gives the same bits."""
+    job = launch.start(CONFIG.replace(output_dir=tmp_path_factory.mktemp("whole") / "run", parallel=Parallel()))
+    assert job.wait(120)["outcome"] == "ok"
+    return [runfolder.load_latents(job.folder, sample) for sample in range(SAMPLES)]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 8 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], check=False).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def finished(folder: Path) -> int:
+    return sum(event["kind"] == "sample" for event in runfolder.read_events(folder))
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """The ranks in their order, and the process that watches over them."""
+    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
+    starts.sort(key=lambda event: event["rank"])
+    launcher = runfolder.read_launcher(folder)
+    assert launcher is not None
+    return [psutil.Process(facts["pid"]) for facts in [*starts, launcher]]
+
+
+def in_the_middle(folder: Path, wait_until: WaitUntil) -> list[psutil.Process]:
+    wait_until(lambda: finished(folder) >= 2, 90)
+    return processes(folder)
+
+
+def assert_none_is_left(family: list[psutil.Process], seconds: float = 15) -> None:
+    left = psutil.wait_procs([process for process in family if process.is_running()], seconds)[1]
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def assert_resumes(job: launch.Job, undisturbed: list[torch.Tensor]) -> None:
+    """Finished samples are kept, the others computed, all of them as if nothing had happened."""
+    kept = {path: path.stat().st_mtime_ns for path in (job.folder / "latents").glob("*.safetensors")}
+    assert 2 <= len(kept) < SAMPLES
+    assert job.result()["samples_finished"] in (len(kept), len(kept) - 1)  # one may be there and not be told of
+    result = job.resume().wait(60)
+    assert (result["outcome"], result["samples_finished"]) == ("ok", SAMPLES)
+    assert result["resumed"] == {"attempt": 2, "samples_kept": len(kept)}
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    for sample, latents in enumerate(undisturbed):
+        assert torch.equal(runfolder.load_latents(job.folder, sample), latents), sample
+    computed = {event["sample"] for event in runfolder.read_events(job.folder) if event["kind"] == "sample"}
+    assert computed == set(range(SAMPLES)) - {int(path.stem.partition("-")[2]) for path in kept}
+    with pytest.raises(ConfigError, match="has all its samples"):
+        job.resume()
+
+
+def kill_rank(family: list[psutil.Process]) -> None:
+    family[1].kill()
+
+
+def kill_agent(family: list[psutil.Process]) -> None:
+    family[-1].kill()
+
+
+def stop_rank(family: list[psutil.Process]) -> None:
+    family[1].suspend()
+
+
+@pytest.mark.parametrize(
+    ("harm", "rank", "cause"),
+    [
+        (kill_rank, 1, "killed by SIGKILL"),
+        (kill_agent, None, "the launcher was killed"),
+        (stop_rank, 1, "stalled: rank 1 is silent for"),
+    ],
+)
+def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait_until: WaitUntil):
+    job = launch.start(CONFIG.replace(output_dir=tmp_path / "run"))
+    with pytest.raises(ConfigError, match="goes on"):
+        job.resume()
+    family = in_the_middle(job.folder, wait_until)
+    harm(family)
+    began = time.monotonic()
+    if harm is stop_rank:
+        wait_until(lambda: "rank 1 is silent" in (job.progress()["stalled"] or ""), 15)  # named before it is ended
+        assert "rank 0 waits for it" in job.progress()["stalled"]
+    result = job.wait(15)
+    assert time.monotonic() - began < 15
+    failure = result["failure"]
+    assert (result["outcome"], failure["rank"]) == ("failed", rank)
+    assert failure["cause"].startswith(cause)
+    if rank is not None:
+        assert failure["sample"] >= 2
+        assert failure["step"] >= 25
+    assert_none_is_left(family)
+    assert_resumes(job, undisturbed)
+
+
+def test_a_full_disk(small_disk: Path, undisturbed, wait_until: WaitUntil):
+    job = launch.start(CONFIG.replace(output_dir=small_disk / "run"))
+    family = in_the_middle(job.folder, wait_until)
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        file.writelines(itertools.repeat(bytes(4096)))
+    result = job.wait(15)
+    assert result["outcome"] == "failed"
+    assert result["failure"]["cause"].startswith("the disk is full: ")
+    assert result == runfolder.read_result(job.folder)
+    assert_none_is_left(family)
+    for sample in range(result["samples_finished"]):
+        assert torch.equal(runfolder.load_latents(job.folder, sample), undisturbed[sample])
+    ballast.unlink()
+    assert_resumes(job, undisturbed)
+
+
+def test_a_killed_kernel_leaves_the_run_alone(tmp_path: Path, undisturbed, wait_until: WaitUntil):
+    from jupyter_client.manager import start_new_kernel
+
+    kernel, client = start_new_kernel(kernel_name="python3")
+    try:
+        client.execute(f"""
+import launch
+from vdpp_core import RunConfig
+launch.start(RunConfig.model_validate_json({CONFIG.replace(output_dir=tmp_path / "run").to_json()!r}))
+""")
+        job = wait_until(lambda: (tmp_path / "run" / "job.json").exists() and launch.attach("run", tmp_path), 60)
+        family = in_the_middle(job.folder, wait_until)
+        kernel.signal_kernel(signal.SIGKILL)
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    assert job.wait(60)["outcome"] == "ok"
+    assert_none_is_left(family)
+    for sample, latents in enumerate(undisturbed):
+        assert torch.equal(runfolder.load_latents(job.folder, sample), latents)
+
+
+def test_two_runs_at_once_give_what_each_gives_alone(tmp_path: Path, undisturbed):
+    others = [launch.start(CONFIG.replace(output_dir=tmp_path / f"run-{n}", timeout_s=60)) for n in range(2)]
+    assert [job.wait(120)["outcome"] for job in others] == ["ok", "ok"]
+    for job in others:
+        for sample, latents in enumerate(undisturbed):
+            assert torch.equal(runfolder.load_latents(job.folder, sample), latents)
+
+
+def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, undisturbed):
+    job = launch.start(CONFIG.replace(output_dir=tmp_path / "run", parallel=Parallel()))
+    whole = job.wait(60)
+    changed, cut, missing = (runfolder.latents_path(job.folder, sample) for sample in (1, 2, 4))
+    changed.write_bytes(changed.read_bytes()[:-4] + b"\0\0\0\0")
+    cut.write_bytes(cut.read_bytes()[:100])
+    missing.unlink()
+    events = job.folder / "events" / "rank-0.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join([*lines[:20], lines[20][:30] + "\n", "[]\n", *lines[21:]]))
+    (job.folder / "result.json").write_text("{")
+
+    with pytest.warns(UserWarning, match=r"not trusted: .*result\.json"):
+        again = job.result()
+    assert (again["outcome"], again["makespan_s"]) == ("ok", whole["makespan_s"])
+    assert again["damaged"] == [f"events/rank-0.jsonl, line {n}, is no event and was skipped" for n in (21, 22)]
+    with pytest.warns(UserWarning, match="computed again") as told:
+        job.resume()
+    assert sorted(str(line.message).partition(": ")[0] for line in told) == [str(changed), str(cut)]
+    assert job.wait(60)["resumed"] == {"attempt": 2, "samples_kept": 3}
+    for sample, latents in enumerate(undisturbed):
+        assert torch.equal(runfolder.load_latents(job.folder, sample), latents)
+
+
+def test_videos_are_made_of_samples_that_were_finished_before(tmp_path: Path):
+    arguments = {"command": "generate", "total_steps": 2, "num_frames": 2, "num_samples": 3, "threads": 1}
+    job = launch.start(RunConfig(**arguments, output_dir=tmp_path / "run", parallel=Parallel(dp=2)))
+    assert job.wait(120)["videos_written"] == 3
+    videos = job.folder / "videos"
+    before = {path.name: path.read_bytes() for path in videos.iterdir()}
+    for name in ("sample-000.mp4", "sample-001.gif"):
+        (videos / name).unlink()
+    runfolder.latents_path(job.folder, 2).unlink()
+    for name in ("sample-002.mp4", "sample-002.gif", "sample-002.png", "contact-sheet.png"):
+        (videos / name).unlink()
+    assert job.resume().wait(120)["videos_written"] == 3
+    assert {path.name: path.read_bytes() for path in videos.iterdir()} == before
+    shutil.rmtree(job.folder)
+
+
+def test_what_cannot_be_resumed(tmp_path: Path):
+    job = launch.start(
+        RunConfig(model="dummy", latent_shape=(1, 4, 2, 8, 8), total_steps=2, output_dir=tmp_path / "runs" / "run")
+    )
+    assert job.wait(60)["outcome"] == "ok"
+    for run_id, words in (("run", "kept no latents"), ("nothing", "must be a folder with a run")):
+        done = launch_command(tmp_path, "resume", run_id)
+        assert done.returncode == 2, done.stdout
+        assert words in done.stderr
+        assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,134 @@
+"""Which rank keeps the others waiting: events written by hand, looked at some seconds later."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from vdpp_core import Parallel, RunConfig, progress
+from vdpp_core.resuming import Work
+
+STEPS = 4
+FACTS = {"threads": 1, "device": "cpu", "dtype": "float32", "backend": "gloo", "host": socket.gethostname()}
+
+
+def config(num_samples=3, **axes):
+    return RunConfig(
+        total_steps=STEPS, num_samples=num_samples, parallel=Parallel(**axes), timeout_s=30, stall_steps=10
+    )
+
+
+def begun(rank, pid=None, created=0.0):
+    return [
+        {"t": 90.0, "rank": rank, "kind": "start", **FACTS, "pid": pid or 2**22 + rank, "created": created},
+        {"t": 95.0, "rank": rank, "kind": "warm", "seconds": 1.0},
+        {"t": 100.0, "rank": rank, "kind": "clock"},
+    ]
+
+
+def work(rank, sample, t, steps, end=None):
+    """A sample taken up at t, some steps of a second each, and what follows the last of them."""
+    events = [{"t": t, "rank": rank, "kind": "take", "sample": sample, "seconds": 0.0}]
+    for number, step in enumerate(steps, start=1):
+        events.append({"t": t + number, "rank": rank, "kind": "step", "sample": sample, "step": step, "seconds": 1.0})
+    return events + (
+        [{"t": t + len(steps), "rank": rank, "kind": end, "sample": sample, "seconds": 0.0}] if end else []
+    )
+
+
+def look(of, *events, at):
+    events = sorted((event for some in events for event in some), key=lambda event: event["t"])
+    return progress.look(of, Work(1, range(of.num_samples)), events, at)
+
+
+def test_a_rank_in_the_middle_of_its_steps():
+    events = begun(0), work(0, 0, 100.0, [0, 1])
+    assert look(config(), *events, at=111.9) is None  # less than ten of its own steps ago
+    stall = look(config(), *events, at=112.1)
+    assert (stall.rank, stall.sample, stall.step, stall.waiting) == (0, 0, 2, ())
+    assert stall.silent_s == pytest.approx(10.1)
+    assert str(stall) == "rank 0 is silent for 10.1 s at sample 0, step 2, 10 of its own steps"
+
+
+def test_the_run_ends_after_timeout_or_five_steps_of_a_slow_rank():
+    assert look(config(), begun(0), work(0, 0, 100.0, [0]), at=140).limit_s == 30
+    slow = work(0, 0, 100.0, [0])
+    slow[-1]["seconds"] = 20.0
+    assert look(config(), begun(0)[:1], begun(0)[2:], slow, at=400).limit_s == 100
+
+
+def test_a_stage_that_waits_is_not_stalled():
+    """The second stage has nothing to do while the first one does slow work, and is named as the one that waits."""
+    first, second = work(0, 0, 100.0, [0, 1], "send") + work(0, 1, 102.0, [0]), work(1, 0, 102.0, [2, 3], "sample")
+    pp = config(pp=2)
+    assert look(pp, begun(0), begun(1), [*first, first[-1] | {"t": 130.0}], second, at=131.0) is None
+    stall = look(pp, begun(0), begun(1), first, second, at=120.0)
+    assert (stall.rank, stall.sample, stall.step, stall.waiting) == (0, 1, 1, (1,))
+    assert str(stall).endswith("17 of its own steps; rank 1 waits for it")
+
+
+def test_a_stage_that_has_no_room_to_send_is_not_stalled():
+    first, second = work(0, 2, 100.0, [0, 1]), work(1, 0, 90.0, [2])
+    stall = look(config(pp=2), begun(0), begun(1), first, second, at=120.0)
+    assert (stall.rank, stall.step, stall.waiting) == (1, 3, (0,))
+
+
+def test_replicas_that_are_done_do_not_hide_one_that_is_not():
+    done = [{"t": 105.0, "rank": 0, "kind": "done", "memory": {}}]
+    dp = config(num_samples=2, dp=2)
+    stall = look(dp, begun(0), begun(1), work(0, 0, 100.0, range(4), "sample"), done, work(1, 1, 100.0, [0]), at=130)
+    assert (stall.rank, stall.sample, stall.step, stall.waiting) == (1, 1, 1, ())
+
+
+def test_nothing_is_stalled_before_the_clock_or_after_the_end():
+    loading = begun(0)[:1], begun(1)[:2]
+    assert look(config(pp=2), *loading, at=500.0) is None
+    assert look(config(pp=2), *loading, at=90 + progress.LOADING_PATIENCE_S + 10).rank == 0
+    over = [{"t": 200.0, "rank": 0, "kind": "done", "memory": {}}]
+    assert look(config(), begun(0), over, at=1e6) is None
+
+
+def test_loading_the_decoder_is_no_stall():
+    """All samples are done; generate goes on, and no pace is known of what it does."""
+    first = [event for sample in range(3) for event in work(0, sample, 100.0 + 2 * sample, [0, 1], "send")]
+    second = [event for sample in range(3) for event in work(1, sample, 102.0 + 2 * sample, [2, 3], "sample")]
+    assert look(config(pp=2), begun(0), begun(1), first, second, at=500.0) is None
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"frames": 2}], ids=str)
+def test_a_rank_of_which_nothing_is_known_here(axes):
+    """Another machine's, whose folder is its own; the link to it is cut."""
+    steps = [0, 1] if "pp" in axes else [0]
+    stall = look(config(**axes), begun(0), work(0, 1, 100.0, steps), at=120.0)
+    assert (stall.rank, stall.sample, stall.waiting) == (1, 1, (0,))
+
+
+def test_ranks_that_wait_for_each_other_have_lost_their_connection():
+    first, second = work(0, 0, 100.0, [0, 1], "send"), work(1, 0, 103.0, [2, 3], "sample")
+    first += work(0, 1, 102.0, [0, 1])
+    stall = look(config(pp=2), begun(0), begun(1), first, second, at=130.0)
+    assert (stall.rank, stall.waiting) == (0, (1,))
+
+
+def test_of_ranks_in_lockstep_the_stopped_one_is_to_blame():
+    """All of them are in the middle of a step; which one does not move only its process tells."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    second = begun(1, process.pid, process.create_time())
+    frames = config(frames=2)
+    try:
+        events = begun(0), second, work(0, 0, 100.0, [0]), work(1, 0, 100.5, [0])
+        assert look(frames, *events, at=130.0).rank == 0
+        process.suspend()
+        while process.status() != psutil.STATUS_STOPPED:
+            pass
+        assert look(frames, *events, at=130.0).rank == 1
+        loading = look(frames, begun(0)[:1], second[:1], at=100.0)  # also before anything has a pace
+        assert (loading.rank, loading.waiting) == (1, (0,))
+    finally:
+        process.resume()
+        child.communicate(b"\n")

@@ -1,0 +1,149 @@
+"""The event log of a run: events/rank-N.jsonl, one line an event, appended by rank N and read by everybody."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vdpp_core import files
+
+Event = dict[str, Any]
+
+_EPOCH = time.time() - time.perf_counter()
+_FACTS = {  # what readers rely on, beside t, rank and kind
+    "start": {"pid", "created", "host", "threads", "device", "dtype", "backend"},
+    "warm": {"seconds"},
+    "take": {"sample", "seconds"},
+    "step": {"sample", "step", "seconds"},
+    "send": {"sample", "seconds"},
+    "sample": {"sample"},
+    "pad": {"step", "seconds"},
+    "done": {"memory"},
+    "error": {"error"},
+    "decode": {"sample"},
+    "chunk": {"sample"},
+    "video": {"sample", "seconds"},
+    "official": {"sample", "equal_latents", "equal_frames", "max_latent_difference", "max_frame_difference"},
+}
+_NUMBERS = ("t", "seconds", "created", "max_latent_difference", "max_frame_difference", "sent_bytes")
+_WHOLE = ("rank", "sample", "step", "pid", "threads")
+_OBJECTS = ("memory", "decode_memory", "predicted_memory", "oom")
+
+
+def now() -> float:
+    """Seconds since 1970 on the monotonic clock, which the processes of one machine share."""
+    return _EPOCH + time.perf_counter()
+
+
+class EventLog:
+    """Writes the events of one rank. A line is out of the process as soon as it is written.
+
+    Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
+    it), step (seconds), send (seconds waited for room), sample (finished), pad (a step that only keeps the shard group
+    company), done, and at a bad end error or terminated. Where videos are made: decode (a sample taken up), chunk (some
+    of its frames decoded), video (written, seconds) and official (compared with the official pipeline's).
+    """
+
+    def __init__(self, run_folder: Path, rank: int) -> None:
+        self.folder, self.rank, self.lock = run_folder, rank, threading.Lock()
+        self.path = run_folder / "events" / f"rank-{rank}.jsonl"
+        self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, kind: str, sample: int | None = None, step: int | None = None, **facts: Any) -> None:
+        """Raises:
+        FullDiskError: there is no room for it.
+        """
+        with self.lock:
+            self._append(self._line(kind, sample=sample, step=step, **facts))
+
+    def last_word(self, kind: str, **facts: Any) -> None:
+        """Write the last event. Whoever wants to write after it, or have another last word, waits for the end.
+
+        On a full disk it takes the room that the run folder kept for it.
+        """
+        self.lock.acquire()
+        line = self._line(kind, **facts)
+        try:
+            self._append(line)
+        except files.FullDiskError:
+            files.release(self.folder)
+            with suppress(files.FullDiskError):
+                self._append(b"\n" + line)  # part of the line before may be there
+
+    def _line(self, kind: str, **facts: Any) -> bytes:
+        event = {"t": now(), "rank": self.rank, "kind": kind, **facts}
+        return (json.dumps({name: value for name, value in event.items() if value is not None}) + "\n").encode()
+
+    def _append(self, line: bytes) -> None:
+        try:
+            while line:
+                line = line[os.write(self.file, line) :]
+        except OSError as error:
+            if files.is_full(error):
+                raise files.FullDiskError(self.path) from error
+            raise
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.file)
+
+
+class Follower:
+    """Reads the event log of a folder again and again, each line once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._at, self._lines = folder, dict[Path, int](), dict[Path, int]()
+        self._events: list[Event] = []
+        self.damaged: list[str] = []
+
+    def events(self) -> list[Event]:
+        """All ranks' events until now, in the order of time. `damaged` names the lines that hold none.
+
+        A line without its end is still being written.
+        """
+        fresh = [event for path in events_paths(self.folder) for event in self._new(path)]
+        self._events = sorted(self._events + fresh, key=lambda event: event["t"])
+        return self._events
+
+    def _new(self, path: Path) -> list[Event]:
+        with path.open("rb") as file:
+            file.seek(self._at.get(path, 0))
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._at[path] = self._at.get(path, 0) + len(whole) + len(end)
+        found = []
+        for line in whole.split(b"\n") if end else ():
+            self._lines[path] = number = self._lines.get(path, 0) + 1
+            if event := _parsed(line, rank=int(path.stem.partition("-")[2])):
+                found.append(event)
+            elif line.strip():
+                self.damaged.append(f"{path.relative_to(self.folder)}, line {number}, is no event and was skipped")
+        return found
+
+
+def events_paths(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "events").glob("rank-*.jsonl") if path.stem[5:].isdecimal())
+
+
+def _parsed(line: bytes, rank: int) -> Event | None:
+    try:
+        event = json.loads(line)
+        whole = event["rank"] == rank and {"t"} | _FACTS.get(event["kind"], set()) <= event.keys()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    for names, kind in ((_NUMBERS, int | float), (_WHOLE, int), (_OBJECTS, dict), (("error", "host"), str)):
+        whole = whole and all(_is(event[name], kind) for name in names if name in event)
+    return event if whole else None
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and (not isinstance(value, float | int) or abs(value) < 1e15)

@@ -1,0 +1,77 @@
+"""Files that are there whole or not at all, also when the process dies in the middle or the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESERVE = ".reserve"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_HARDLY_ANY = 4096  # bytes
+
+
+class DamagedError(ValueError):
+    """A file that cannot be trusted."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path, self.reason = path, " ".join(reason.split())[:160]
+        super().__init__(f"{path}: {self.reason}")
+
+
+class FullDiskError(OSError):
+    """There is no room for what a run writes."""
+
+    def __init__(self, path: Path) -> None:
+        free = shutil.disk_usage(path.parent).free / 1e6
+        super().__init__(errno.ENOSPC, f"the disk is full: {path.name} could not be written, {free:.1f} MB are free")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk, or somebody's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` write a draft beside `path`, which takes its place when all of it is on the disk.
+
+    Raises:
+        FullDiskError: there is no room; the draft is gone, what was at `path` before is still there.
+    """
+    draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+    try:
+        write(draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except Exception as error:
+        if is_full(error) or shutil.disk_usage(path.parent).free < _HARDLY_ANY:  # not all libraries say so
+            raise FullDiskError(path) from error
+        raise
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    write_whole(path, lambda draft: draft.write_text(text))
+
+
+def reserve(folder: Path, size: int) -> None:
+    """Keep room for a folder's last words, so that a full disk does not silence them."""
+    with (folder / RESERVE).open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.write(bytes(size))
+
+
+def release(folder: Path) -> None:
+    """Give that room back."""
+    (folder / RESERVE).unlink(missing_ok=True)

@@ -1,0 +1,183 @@
+"""How far a run is, where each rank is, and which one keeps the others waiting, from the event log."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vdpp_core import resuming, runfolder
+from vdpp_core.config import RunConfig
+from vdpp_core.events import Event, Follower, now
+from vdpp_core.resuming import Work
+
+ENDS = ("done", "error", "terminated")
+AT_WORK, WAITS = "at work", "waits"
+LEAST_SILENCE_S = 2.0  # before anything is called a stall: a busy machine makes anybody silent for a moment
+LOADING_PATIENCE_S = 3600.0  # without an event of any rank, while weights may be downloaded
+RECENT = 20  # steps, from which a rank's own pace is taken
+_VIDEOS = ("decode", "chunk", "video", "official")
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """How far a run is: its phase (starting, loading, warming up, running, decoding), samples finished, the share done,
+    seconds left, each rank's last kind of event and position, and what is stalled, if something is."""
+    config, events = RunConfig.read(folder), runfolder.read_events(folder)
+    layout, stages, work = config.layout, config.stages(), resuming.work(folder, config)
+    ranks = []
+    for rank in range(layout.world_size):
+        own = [event for event in events if event["rank"] == rank]
+        replica, stage, _ = layout.place(rank)
+        steps = sum(event["kind"] == "step" and event["sample"] >= 0 for event in own)
+        sample, step = position(own, stages[stage])
+        ranks.append(
+            {
+                "rank": rank,
+                "phase": own[-1]["kind"] if own else "starting",
+                "sample": sample,
+                "step": step,
+                "steps_done": steps,
+                "steps": len(config.samples(replica, work.latents)) * len(stages[stage]),
+            }
+        )
+    done, total = sum(rank["steps_done"] for rank in ranks), sum(rank["steps"] for rank in ranks)
+    zero = min((event["t"] for event in events if event["kind"] == "clock"), default=None)
+    elapsed = 0.0 if zero is None else max(event["t"] for event in events) - zero
+    kinds = {event["kind"] for event in events}
+    phases = (("decode", "decoding"), ("clock", "running"), ("loaded", "warming up"), ("start", "loading"))
+    stall = look(config, work, events)
+    return {
+        "phase": next((phase for kind, phase in phases if kind in kinds), "starting"),
+        "samples_finished": len(work.kept) + sum(event["kind"] == "sample" for event in events),
+        "num_samples": config.num_samples,
+        "share": (len(work.kept) + len(work.latents) * (done / total if total else 1)) / config.num_samples,
+        "seconds_left": elapsed * (total - done) / done if done else None,
+        "stalled": str(stall) if stall else None,
+        "ranks": ranks,
+    }
+
+
+def position(own: Sequence[Event], steps: range) -> tuple[int | None, int | None]:
+    """(sample, step) that a rank was at when it wrote its last event: the step after the last one it finished."""
+    for event in reversed(own):
+        if event["kind"] in _VIDEOS:
+            return event["sample"], None
+        if event["kind"] == "take":
+            return event["sample"], steps[0]
+        if event["kind"] == "step":
+            return event["sample"], min(event["step"] + 1, steps[-1])
+    return None, None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A rank that is silent for longer than its own pace explains.
+
+    step_s is one of its own steps, 0 where that is not known; waiting are the ranks that are silent because of it;
+    limit_s is the silence that ends the run.
+    """
+
+    rank: int
+    sample: int | None
+    step: int | None
+    silent_s: float
+    step_s: float
+    waiting: tuple[int, ...]
+    limit_s: float
+
+    def __str__(self) -> str:
+        known = (("sample", self.sample), ("step", self.step))
+        at = ", ".join(f"{name} {value}" for name, value in known if value is not None)
+        words = f"rank {self.rank} is silent for {self.silent_s:.1f} s" + (f" at {at}" if at else "")
+        if self.step_s:
+            words += f", {self.silent_s / self.step_s:.0f} of its own steps"
+        if self.waiting:
+            several = len(self.waiting) > 1
+            words += f"; rank{'s' * several} {', '.join(map(str, self.waiting))} wait{'s' * (not several)} for it"
+        return words
+
+
+def look(config: RunConfig, work: Work, events: Sequence[Event], at: float | None = None) -> Stall | None:
+    """The rank that is stalled at a time (default: now), if one is.
+
+    A rank is late when it is silent for `stall_steps` of its own steps. One that is stopped is named first, then the
+    one at work that fell silent first: those that wait are late because of others. Where all wait for one another, or
+    for a rank of which this folder knows nothing (another machine's), the connection is gone, and that one is named.
+    """
+    at = now() if at is None else at
+    logs: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        logs[event["rank"]].append(event)
+    last = {rank: log[-1] for rank, log in logs.items() if log[-1]["kind"] not in ENDS}
+    step_s = {rank: _step_s(logs[rank]) for rank in last}
+    late = [rank for rank in last if at - last[rank]["t"] > max(LEAST_SILENCE_S, config.stall_steps * step_s[rank])]
+    late.sort(key=lambda rank: last[rank]["t"])
+    started = all(any(event["kind"] == "clock" for event in log) for log in logs.values())
+    states = {rank: _state(rank, last[rank], config, work) for rank in last if started}
+    stopped = [rank for rank in late if logs[rank][0]["kind"] == "start" and runfolder.stands_still(logs[rank][0])]
+    at_work = [rank for rank in late if states.get(rank) == AT_WORK]
+    stuck = late if len(late) == len(last) and set(states.values()) & {AT_WORK, WAITS} else []
+    unknown = [rank for rank in range(config.layout.world_size) if rank not in logs] if stuck else []
+    silent = late and len(late) == len(last) and at - last[late[-1]]["t"] > LOADING_PATIENCE_S
+    culprits = stopped or unknown or at_work or stuck or (late if silent else [])
+    if not culprits:
+        return None
+    rank = culprits[0]
+    own, stage = logs.get(rank) or logs[late[0]], config.stages()[config.layout.place(rank).stage]
+    silent_s = at - own[-1]["t"]
+    longest = max(step_s[other] for other in late)
+    limit_s = max(config.timeout_s, (5 if rank in stopped + at_work else 3 * len(stage)) * longest)
+    waiting = tuple(sorted(set(late) - {rank}))
+    return Stall(rank, *position(own, stage), silent_s, step_s.get(rank, 0.0), waiting, limit_s)
+
+
+def _state(rank: int, event: Event, config: RunConfig, work: Work) -> str | None:
+    """Whether a rank that wrote this event last is at work on a step, or waits for another stage.
+
+    None: something else, that no pace is known of, as loading a decoder when all of its samples are done.
+    """
+    layout, kind = config.layout, event["kind"]
+    replica, stage, member = layout.place(rank)
+    final = event.get("sample") in config.samples(replica, work.latents)[-1:]
+    last_stage = stage + 1 == layout.pp
+    if kind == "clock":
+        return AT_WORK if stage == 0 else WAITS
+    if kind in ("step", "pad") and event["step"] == config.stages()[stage][-1]:
+        if kind == "pad" or (last_stage and member > 0 and final):
+            return None
+        return AT_WORK if last_stage and (member == 0 or layout.pp == 1) else WAITS
+    if kind in ("take", "step", "pad"):
+        return AT_WORK
+    return WAITS if kind in ("send", "sample") and layout.pp > 1 and not final else None
+
+
+def _step_s(own: Sequence[Event]) -> float:
+    """One of a rank's own steps, from the last ones; 0 before its first."""
+    seconds = [event["seconds"] for event in own[-3 * RECENT :] if event["kind"] in ("warm", "step", "pad")]
+    return median(seconds[-RECENT:]) if seconds else 0.0
+
+
+class Watchdog:
+    """Looks for a stalled rank again and again, seldom enough to take no time from the ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, RunConfig.read(folder)
+        self.work, self.follower = resuming.work(folder, self.config), Follower(folder)
+        self.next_look = 0.0
+
+    def look(self, silence_s: float = LEAST_SILENCE_S) -> Stall | None:
+        """A stall, if one is seen now; nothing is read as long as every rank wrote something within `silence_s`."""
+        began = now()
+        if began < self.next_look or runfolder.longest_silence_s(self.folder) < silence_s:
+            return None
+        stall = look(self.config, self.work, self.follower.events())
+        self.next_look = now() + 20 * (now() - began)
+        return stall
+
+    def over(self) -> Stall | None:
+        """A stall that ends the run."""
+        stall = self.look(self.config.timeout_s)
+        return stall if stall and stall.silent_s > stall.limit_s else None
