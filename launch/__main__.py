@@ -128,6 +128,8 @@ def _layout(name: str, ranks: int, alone: bool) -> Parallel:
 def _status(arguments: argparse.Namespace) -> None:
     chosen = [attach(arguments.run)] if arguments.run else jobs()
     _print_table(pd.DataFrame([_row(job) for job in chosen]), arguments.json)
+    for job in chosen if arguments.run else ():
+        cli.warn(f"damaged: {line}" for line in ([] if isinstance(job, Sweep) else job.damaged()))
 
 
 def _row(job: Job | Sweep) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import psutil
 from vdpp_core import machine, memory, results, resuming, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
+from vdpp_core.events import Follower
 from vdpp_core.layout import Parallel
 from vdpp_core.progress import progress
 
@@ -51,6 +52,12 @@ class Job:
         sample and step."""
         outcome, far = self.outcome(), progress(self.folder)
         return {"status": outcome or far["phase"], **far}
+
+    def damaged(self) -> list[str]:
+        """A line on each line of events and each file of latents that cannot be trusted."""
+        follower = Follower(self.folder)
+        follower.events()
+        return follower.damaged + resuming.missing(self.folder, RunConfig.read(self.folder))[1]
 
     def tail(self, rank: int = 0, lines: int = 20) -> str:
         """The last lines that a rank wrote to stdout and stderr."""
@@ -88,6 +95,9 @@ class Job:
             raise ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
         config = RunConfig.read(self.folder)
         machine.check(config, local_ranks=config.layout.world_size)
+        deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
+        while runfolder.launcher_alive(self.folder) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         for line in resuming.begin_again(self.folder):
             warnings.warn(line, stacklevel=2)
         launch([self.folder], log=self.folder / "logs" / "launcher.log")
@@ -130,7 +140,7 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
     config = config.for_ranks(ranks)
     machine.check(config, local_ranks=ranks)
-    for line in memory.before_start(config, ranks):
+    for line in [*machine.before_start(config, ranks), *memory.before_start(config, ranks)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.create(config)
 
@@ -196,4 +206,10 @@ def jobs(root: Path | None = None) -> list[Job | Sweep]:
     """All jobs and sweeps under `root` (runs/), oldest first."""
     root = root or runfolder.runs_root()
     folders = [path.parent for name in ("config.json", "sweep.json") for path in root.glob(f"*/{name}")]
-    return [attach(folder.name, root) for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime)]
+    found = []
+    for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime):
+        try:
+            found.append(attach(folder.name, root))
+        except ConfigError as error:
+            warnings.warn(f"left out: {error}", stacklevel=2)
+    return found

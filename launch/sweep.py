@@ -19,11 +19,19 @@ from vdpp_core.layout import Parallel
 
 
 class Sweep:
-    """A sweep that was started: a folder of run folders, with table.csv renewed after each run."""
+    """A sweep that was started: a folder of run folders, with table.csv renewed after each run.
+
+    Raises:
+        ConfigError: its sweep.json is damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_id = folder, folder.name
-        self.runs = json.loads((folder / "sweep.json").read_text())
+        try:
+            self.runs = json.loads((folder / "sweep.json").read_text())
+            assert all(isinstance(run["run_id"], str) for run in self.runs)
+        except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
+            raise ConfigError("run_id", self.run_id, f"must have a whole sweep.json ({error!r})") from None
 
     def __repr__(self) -> str:
         return f"Sweep({self.run_id!r}, {self.status()})"

@@ -79,10 +79,11 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
     wanted, local_ranks = _wanted(arguments, ranks, alone=1)
     config = cli.run_config(arguments, wanted)
     machine.check(config, local_ranks)
-    if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by who goes on to run
-        cli.warn(memory.before_start(config, local_ranks))
-    if wanted != ranks.world_size:
+    if not ranks.under_torchrun:
         runfolder.check_place(config)
+    if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by who goes on to run
+        cli.warn([*machine.before_start(config, local_ranks), *memory.before_start(config, local_ranks)])
+    if wanted != ranks.world_size:
         _become_torchrun(wanted, argv)
     return Path(agree(ranks, lambda: str(runfolder.create(config))))
 

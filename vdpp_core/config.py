@@ -106,14 +106,9 @@ class RunConfig(Frozen):
     memory_limit_gib: float | None = Field(
         default=None, gt=0, le=100_000, description="play a smaller device: what a rank may use for model and run"
     )
-    timeout_s: float = Field(
-        default=300.0,
-        ge=1,
-        le=86_400,
-        description="silence of a rank at work that ends a run; at least five steps",
-    )
+    timeout_s: float = Field(default=300.0, ge=1, le=86_400, description="silence of a rank at work that ends a run")
     stall_steps: float = Field(
-        default=10.0, ge=2, le=1e6, description="silence, in a rank's own steps, from which on it is named as stalled"
+        default=10.0, ge=2, le=1e6, description="silence in own steps that names a rank as stalled"
     )
 
     output_dir: Path | None = Field(default=None, description="the run folder itself; default: a new one under runs/")

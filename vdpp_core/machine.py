@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -54,6 +56,44 @@ def cores() -> int:
     return (
         len(psutil.Process().cpu_affinity() or ()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
     )
+
+
+def threads(config: RunConfig, local_ranks: int) -> int:
+    """CPU threads of each of so many ranks on this machine: its share of the cores. Other runs do not change it, since
+    the bits depend on it."""
+    return config.threads or max(1, cores() // local_ranks)
+
+
+def before_start(config: RunConfig, local_ranks: int) -> list[str]:
+    """What is to be said before a run starts on so many ranks of this machine, about its cores and its disk."""
+    found = []
+    if device_type(config) == "cpu":
+        others, each = ranks_at_work(), threads(config, local_ranks)
+        if local_ranks * each > cores():
+            found.append(f"{local_ranks} × {each} threads on {cores()} cores: ranks take turns, and times say little")
+        elif others and local_ranks * each + others > cores():
+            found.append(
+                f"{others} ranks of other runs are at work on these {cores()} cores: this one will take longer"
+            )
+    needed = config.num_samples * math.prod(config.shape) * element_size(config) * config.save_latents
+    place = (config.output_dir or Path.cwd()).absolute()
+    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+    if needed > free:
+        found.append(
+            f"the latents of {config.num_samples} samples take {needed / 1e9:.3g} GB, {free / 1e9:.3g} are free"
+        )
+    return found
+
+
+def ranks_at_work() -> int:
+    """Ranks of other runs on this machine, of this user or another."""
+    running = (process for process in psutil.process_iter(["cmdline"]) if process.pid != os.getpid())
+    return sum(_is_rank(process.info["cmdline"] or []) for process in running)
+
+
+def _is_rank(command: list[str]) -> bool:
+    """Whether a process is one, and not the torchrun that started it, which also has its command among its words."""
+    return "-m" in command and command[command.index("-m") + 1 :][:1] == ["vdpp_core"]
 
 
 def hardware() -> dict[str, Any]:

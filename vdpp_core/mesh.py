@@ -165,7 +165,7 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     threads_before = torch.get_num_threads()
-    threads = config.threads or max(1, machine.cores() // ranks.local_world_size)
+    threads = machine.threads(config, ranks.local_world_size)
     torch.set_num_threads(threads)
     store = dist.PrefixStore(name, _store(ranks))
     try:

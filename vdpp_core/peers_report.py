@@ -95,7 +95,7 @@ def configuration(flags: dict[str, Any], ranks: int, local_ranks: int) -> RunCon
         if ranks > most:
             raise ConfigError("world_size", ranks, f"must be at most {name}, {most}, which are shared out")
     image = config.image or (None if config.random_weights else EXAMPLE_IMAGE)
-    return config.replace(image=image, threads=config.threads or max(1, machine.cores() // local_ranks))
+    return config.replace(image=image, threads=machine.threads(config, local_ranks))
 
 
 def place(config: RunConfig) -> RunConfig:

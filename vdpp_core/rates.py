@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -182,6 +181,8 @@ def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
         config, result = RunConfig.read(folder), runfolder.read_result(folder)
         if result is None or result["outcome"] != "ok":
             raise ConfigError("calibrate", folder, "must be a run that finished")
+        if result["resumed"]:
+            raise ConfigError("calibrate", folder, "was resumed: its times are those of its last attempt alone")
         told = result["parallel"], result["num_samples"], result["total_steps"]
         whole = told == (config.layout.model_dump(), config.num_samples, config.total_steps)
         if not whole or result["hardware"]["cores"] < 1 or min(result["threads_per_rank"]) < 1:
@@ -240,12 +241,11 @@ def link_path(device_type: str) -> Path:
 
 def measured_link(device_type: str) -> Link:
     """The link that was measured last on this machine; one that takes no time where none was."""
-    path = link_path(device_type)
-    if not path.exists():
+    facts = runfolder.read_object(link_path(device_type), "rows", "date")
+    if facts is None:
         return Link(
             math.inf, 0.0, "none measured, hand-offs and exchanges count as free (notebook 00_setup measures it)"
         )
-    facts = json.loads(path.read_text())
     best, least = max(row["gb_per_s"] for row in facts["rows"]), min(row["seconds"] for row in facts["rows"])
     words = (
         f"{best:.3g} GB/s, {least * 1e6:.0f} µs a message, measured between two ranks ({device_type}, {facts['date']})"

@@ -16,7 +16,10 @@ from vdpp_core.layout import AXES
 
 
 def table(folders: Sequence[Path]) -> pd.DataFrame:
-    """One row a run: what it was, how it ended, and the numbers people compare. Units are in the names."""
+    """One row a run: what it was, how it ended, and the numbers people compare. Units are in the names.
+
+    A resumed run has no times: they would be those of its last attempt alone.
+    """
     rows = []
     for folder in folders:
         result, config = runfolder.read_result(folder), RunConfig.read(folder)
@@ -33,7 +36,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "total_steps": config.total_steps,
                 "num_samples": config.num_samples,
                 "outcome": result["outcome"],
-                **_times(result),
+                **_times({} if result["resumed"] else result),
                 "sent_gb_per_step": max(result.get("lockstep_gb_per_step_per_rank") or [0.0]),
                 "limit_gib": float("nan") if config.memory_limit_gib is None else config.memory_limit_gib,
                 "max_peak_memory_gb": result["max_peak_memory_gb"],

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.alone
 
 SAMPLES = 6
 CONFIG = RunConfig(
-    total_steps=50,
+    total_steps=36,
     num_samples=SAMPLES,
     num_frames=5,
     save_latents=True,
@@ -123,7 +123,6 @@ def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait
     began = time.monotonic()
     if harm is stop_rank:
         wait_until(lambda: "rank 1 is silent" in (job.progress()["stalled"] or ""), 15)  # named before it is ended
-        assert "rank 0 waits for it" in job.progress()["stalled"]
     result = job.wait(15)
     assert time.monotonic() - began < 15
     failure = result["failure"]
@@ -131,7 +130,7 @@ def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait
     assert failure["cause"].startswith(cause)
     if rank is not None:
         assert failure["sample"] >= 2
-        assert failure["step"] >= 25
+        assert failure["step"] >= 18
     assert_none_is_left(family)
     assert_resumes(job, undisturbed)
 
@@ -186,6 +185,7 @@ def test_two_runs_at_once_give_what_each_gives_alone(tmp_path: Path, undisturbed
 def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, undisturbed):
     job = launch.start(CONFIG.replace(output_dir=tmp_path / "run", parallel=Parallel()))
     whole = job.wait(60)
+    assert_none_is_left(processes(job.folder))
     changed, cut, missing = (runfolder.latents_path(job.folder, sample) for sample in (1, 2, 4))
     changed.write_bytes(changed.read_bytes()[:-4] + b"\0\0\0\0")
     cut.write_bytes(cut.read_bytes()[:100])
@@ -201,7 +201,8 @@ def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, undisturbed
     assert again["damaged"] == [f"events/rank-0.jsonl, line {n}, is no event and was skipped" for n in (21, 22)]
     with pytest.warns(UserWarning, match="computed again") as told:
         job.resume()
-    assert sorted(str(line.message).partition(": ")[0] for line in told) == [str(changed), str(cut)]
+    named = [str(line.message).partition(": ")[0] for line in told if line.category is UserWarning]
+    assert named == [str(changed), str(cut)]
     assert job.wait(60)["resumed"] == {"attempt": 2, "samples_kept": 3}
     for sample, latents in enumerate(undisturbed):
         assert torch.equal(runfolder.load_latents(job.folder, sample), latents)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vdpp_core import ConfigError, RunConfig, machine, runfolder
+from vdpp_core import ConfigError, Parallel, RunConfig, machine, runfolder
 from vdpp_core.config import EXAMPLE_IMAGE, MODELS
 
 
@@ -216,7 +216,7 @@ def test_a_run_folder_is_made_once(tmp_path):
     config = RunConfig(output_dir=tmp_path / "a" / "run").for_ranks(1)
     folder = runfolder.create(config)
     assert RunConfig.read(folder) == config
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "events", "latents", "logs"]
+    assert sorted(path.name for path in folder.iterdir()) == [".reserve", "config.json", "events", "latents", "logs"]
     before = (folder / "config.json").read_bytes()
     with pytest.raises(ConfigError) as caught:
         runfolder.create(config.replace(total_steps=3))
@@ -249,3 +249,53 @@ def test_runs_of_the_clone_are_kept_at_its_top(monkeypatch):
     clone = Path(__file__).parents[2]
     monkeypatch.chdir(clone / "tests" / "unit")
     assert runfolder.runs_root() == clone / "runs"
+
+
+def before_start(monkeypatch, cores, at_work, **arguments):
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    monkeypatch.setattr(machine, "ranks_at_work", lambda: at_work)
+    config = RunConfig(device="cpu", **arguments)
+    return machine.before_start(config, config.layout.world_size)
+
+
+@pytest.mark.parametrize(
+    ("cores", "at_work", "arguments", "said"),
+    [
+        (4, 0, {"parallel": Parallel(pp=4)}, []),
+        (4, 2, {"parallel": Parallel(pp=2), "threads": 1}, []),
+        (2, 0, {"parallel": Parallel(pp=4)}, ["4 × 1 threads on 2 cores: ranks take turns"]),
+        (4, 0, {"parallel": Parallel(pp=2), "threads": 3}, ["2 × 3 threads on 4 cores: ranks take turns"]),
+        (2, 1, {"parallel": Parallel(pp=2)}, ["1 ranks of other runs are at work on these 2 cores"]),
+    ],
+)
+def test_a_word_about_cores_that_are_not_there(monkeypatch, cores, at_work, arguments, said):
+    lines = before_start(monkeypatch, cores, at_work, **arguments)
+    assert [line.startswith(words) for line, words in zip(lines, said, strict=True)] == [True] * len(said)
+
+
+def test_threads_are_shared_out_whatever_else_is_at_work(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 6)
+    assert [machine.threads(RunConfig(), ranks) for ranks in (1, 2, 4, 7)] == [6, 3, 1, 1]
+    assert machine.threads(RunConfig(threads=5), 4) == 5
+
+
+def test_a_word_about_a_disk_that_is_too_small(monkeypatch, tmp_path):
+    large = {"num_samples": 100_000, "latent_shape": (1, 4, 100, 1000, 1000), "parallel": Parallel()}
+    place = tmp_path / "not" / "yet"
+    kept = before_start(monkeypatch, 1, 0, output_dir=place, save_latents=True, **large)
+    assert [line.partition(" samples take ")[2].partition(" GB")[0] for line in kept] == ["1.6e+05"]
+    assert before_start(monkeypatch, 1, 0, output_dir=place, **large) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "is_one"),
+    [
+        ("python -u -m vdpp_core run folder", True),
+        ("python -m torch.distributed.run --nproc_per_node=2 -m vdpp_core benchmark", False),
+        ("python -m vdpp_core", True),
+        ("python -m", False),
+        ("", False),
+    ],
+)
+def test_what_a_rank_looks_like_among_processes(command, is_one):
+    assert machine._is_rank(command.split()) == is_one
