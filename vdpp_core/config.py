@@ -62,12 +62,8 @@ class RunConfig(Frozen):
     seed: int = Field(default=0, ge=0, le=2**62)
     latent_shape: tuple[int, ...] | None = Field(default=None, description="B C F H W of the latents")
     num_frames: int | None = Field(default=None, ge=1, le=1_000, description="frames; not with --latent-shape")
-    height: int | None = Field(
-        default=None, ge=8, le=16_384, description="pixels, multiple of 8; not with --latent-shape"
-    )
-    width: int | None = Field(
-        default=None, ge=8, le=16_384, description="pixels, multiple of 8; not with --latent-shape"
-    )
+    height: int | None = Field(default=None, ge=8, le=16_384, description="pixels, a multiple of 8; or --latent-shape")
+    width: int | None = Field(default=None, ge=8, le=16_384, description="pixels, a multiple of 8; or --latent-shape")
 
     image: Path | None = Field(
         default=None, description="image to animate; a benchmark without one conditions on noise"

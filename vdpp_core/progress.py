@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,13 +105,15 @@ def look(config: RunConfig, work: Work, events: Sequence[Event], at: float | Non
     """The rank that is stalled at a time (default: now), if one is.
 
     A rank is late when it is silent for `stall_steps` of its own steps. One that is stopped is named first, then the
-    one at work that fell silent first: those that wait are late because of others. Where all wait for one another, or
-    for a rank of which this folder knows nothing (another machine's), the connection is gone, and that one is named.
+    one at work that fell silent first: those that wait are late because of others. Where all of this machine's wait,
+    one of another machine is named, but not before the run ends: its clock and pace are not known here.
     """
     at = now() if at is None else at
     logs: dict[int, list[Event]] = defaultdict(list)
+    away = {event["rank"] for event in events if event.get("host", socket.gethostname()) != socket.gethostname()}
     for event in events:
-        logs[event["rank"]].append(event)
+        if event["rank"] not in away:
+            logs[event["rank"]].append(event)
     last = {rank: log[-1] for rank, log in logs.items() if log[-1]["kind"] not in ENDS}
     step_s = {rank: _step_s(logs[rank]) for rank in last}
     late = [rank for rank in last if at - last[rank]["t"] > max(LEAST_SILENCE_S, config.stall_steps * step_s[rank])]
@@ -120,9 +123,9 @@ def look(config: RunConfig, work: Work, events: Sequence[Event], at: float | Non
     stopped = [rank for rank in late if logs[rank][0]["kind"] == "start" and runfolder.stands_still(logs[rank][0])]
     at_work = [rank for rank in late if states.get(rank) == AT_WORK]
     stuck = late if len(late) == len(last) and set(states.values()) & {AT_WORK, WAITS} else []
-    unknown = [rank for rank in range(config.layout.world_size) if rank not in logs] if stuck else []
+    elsewhere = [rank for rank in range(config.layout.world_size) if rank not in logs] if stuck else []
     silent = late and len(late) == len(last) and at - last[late[-1]]["t"] > LOADING_PATIENCE_S
-    culprits = stopped or unknown or at_work or stuck or (late if silent else [])
+    culprits = stopped or elsewhere or at_work or stuck or (late if silent else [])
     if not culprits:
         return None
     rank = culprits[0]
@@ -131,6 +134,8 @@ def look(config: RunConfig, work: Work, events: Sequence[Event], at: float | Non
     longest = max(step_s[other] for other in late)
     limit_s = max(config.timeout_s, (5 if rank in stopped + at_work else 3 * len(stage)) * longest)
     waiting = tuple(sorted(set(late) - {rank}))
+    if rank in elsewhere and silent_s < limit_s:
+        return None
     return Stall(rank, *position(own, stage), silent_s, step_s.get(rank, 0.0), waiting, limit_s)
 
 

@@ -100,11 +100,18 @@ def test_loading_the_decoder_is_no_stall():
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"frames": 2}], ids=str)
-def test_a_rank_of_which_nothing_is_known_here(axes):
-    """Another machine's, whose folder is its own; the link to it is cut."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_rank_of_another_machine_is_named_when_the_run_ends(axes, shared):
+    """The link to it is cut. What it wrote, on shared storage or not at all, says nothing: its clock is its own."""
     steps = [0, 1] if "pp" in axes else [0]
-    stall = look(config(**axes), begun(0), work(0, 1, 100.0, steps), at=120.0)
+    theirs = [*begun(1), *work(1, 0, 500.0, [0])] if shared else []
+    if theirs:
+        theirs[0]["host"] = "elsewhere"
+    events = begun(0), work(0, 1, 100.0, steps), theirs
+    assert look(config(**axes), *events, at=125.0) is None
+    stall = look(config(**axes), *events, at=135.0)
     assert (stall.rank, stall.sample, stall.waiting) == (1, 1, (0,))
+    assert stall.silent_s > stall.limit_s == 30
 
 
 def test_ranks_that_wait_for_each_other_have_lost_their_connection():
