@@ -1,4 +1,4 @@
-"""Runs in the background, from a terminal: python -m launch start | status | tail | stop | sweep | report."""
+"""Runs in the background, from a terminal: python -m launch start | status | tail | trace | stop | sweep | report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -61,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     tailing.add_argument("run")
     tailing.add_argument("--rank", type=int, default=0)
     tailing.add_argument("--lines", type=int, default=20)
+    tracing = action("trace", _trace, "what each rank of a run did when, as a trace for Perfetto")
+    tracing.add_argument("run")
+    tracing.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run's folder")
     action("report", _report, "execute the notebooks and render them into figures/reports")
     stopping = action("stop", _stop, "end a run or a sweep; finished samples stay")
     stopping.add_argument("run")
@@ -150,10 +154,19 @@ def _row(job: Job | Sweep) -> dict[str, Any]:
 
 
 def _tail(arguments: argparse.Namespace) -> None:
+    print(_run(arguments).tail(arguments.rank, arguments.lines))
+
+
+def _run(arguments: argparse.Namespace) -> Job:
     job = attach(arguments.run)
     if isinstance(job, Sweep):
         raise ConfigError("run", arguments.run, "must be a run, not a sweep")
-    print(job.tail(arguments.rank, arguments.lines))
+    return job
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    print(_run(arguments).trace(arguments.output))
+    print("open it at https://ui.perfetto.dev or chrome://tracing, which read it in the browser", file=sys.stderr)
 
 
 def _stop(arguments: argparse.Namespace) -> None:

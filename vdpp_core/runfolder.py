@@ -13,6 +13,7 @@ logs/            what torchrun kept of each rank
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -115,13 +116,15 @@ def events_paths(folder: Path) -> list[Path]:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """All ranks' events in the order of time. A line that is still being written is left out."""
+    """All ranks' events in the order of time. A line that is still being written, or damaged, is left out."""
     events = []
     for path in events_paths(folder):
         for line in path.read_text(errors="replace").splitlines():
             try:
-                events.append(json.loads(line))
-            except json.JSONDecodeError:
+                event = json.loads(line)
+                if math.isfinite(event["t"]) and isinstance(event["rank"], int) and isinstance(event["kind"], str):
+                    events.append(event)
+            except (ValueError, TypeError, KeyError):
                 continue
     return sorted(events, key=lambda event: event["t"])
 
