@@ -65,7 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     tracing = action("trace", _trace, "what each rank of a run did when, as a trace for Perfetto")
     tracing.add_argument("run")
     tracing.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run's folder")
-    action("report", _report, "execute the notebooks and render them into figures/reports")
+    reporting = action("report", _report, "execute notebooks and render them into a dated folder in figures/reports")
+    reporting.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="names, their beginnings, or paths")
+    reporting.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of those notebooks that have it"
+    )
     stopping = action("stop", _stop, "end a run or a sweep; finished samples stay")
     stopping.add_argument("run")
     return parser
@@ -175,10 +179,10 @@ def _stop(arguments: argparse.Namespace) -> None:
     print(f"{job.run_id}: {job.status()}, {time.strftime('%H:%M:%S')}")
 
 
-def _report(_: argparse.Namespace) -> None:
+def _report(arguments: argparse.Namespace) -> None:
     from launch.report import report
 
-    if any(book.error for book in report()):
+    if any(book.error for book in report(arguments.notebooks, arguments.set)):
         raise SystemExit(1)
 
 

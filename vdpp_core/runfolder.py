@@ -31,9 +31,9 @@ from vdpp_core.errors import ConfigError
 Event = dict[str, Any]
 
 
-def runs_root() -> Path:
-    """runs/ of the clone that this package lies in when the caller stands in that clone, else of where they stand."""
-    project, here = Path(__file__).resolve().parent.parent, Path.cwd()
+def runs_root(here: Path | None = None) -> Path:
+    """runs/ of the clone that this package lies in when the caller, or `here`, is in that clone, else of that place."""
+    project, here = Path(__file__).resolve().parent.parent, here or Path.cwd()
     inside = (project / "pyproject.toml").exists() and here.is_relative_to(project)
     return (project if inside else here) / "runs"
 
