@@ -127,8 +127,8 @@ def runs_of(book: Any, root: Path, before: set[Path]) -> list[dict[str, Any]]:
                 "layout": str(config.parallel or "as many stages as ranks"),
                 "total_steps": config.total_steps,
                 "num_samples": config.num_samples,
-                "makespan_s": result.get("makespan_s"),
-                "config": config.to_json(),
+                "makespan_s": result.get("makespan_s", float("nan")),
+                "config": json.dumps(config.model_dump(mode="json")),
             }
         )
     return rows

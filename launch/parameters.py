@@ -99,7 +99,7 @@ def assign(settings: Mapping[str, Any], books: Mapping[str, Any]) -> dict[str, d
             )
     fitting: dict[str, dict[str, Any]] = {name: {} for name in books}
     for notebook, found in known.items():
-        for name in settings.keys() & found.keys():
+        for name in [name for name in settings if name in found]:
             try:
                 fitting[notebook][name] = _like(found[name], settings[name])
             except TypeError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from IPython.core.formatters import BaseFormatter
 from pandas.io.formats.style import Styler
-from traitlets import Unicode
+from traitlets import ObjectName, Unicode
 
 KERNEL_ARGUMENTS = [
     "--InlineBackend.figure_formats=png",
@@ -21,6 +21,7 @@ KERNEL_ARGUMENTS = [
 
 class _CSVFormatter(BaseFormatter):
     format_type = Unicode("text/csv")
+    print_method = ObjectName("_repr_csv_")  # that nothing has: only what is registered
 
 
 def load_ipython_extension(shell: Any) -> None:
