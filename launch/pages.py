@@ -136,7 +136,8 @@ def runs_of(book: Any, root: Path, before: set[Path]) -> list[dict[str, Any]]:
 
 def write_index(folder: Path, done: list[Done]) -> Path:
     """index.html and runs.csv of a report's folder."""
-    runs = pd.DataFrame([{"notebook": book.path.stem, **row} for book in done for row in book.runs])
+    rows = [{"notebook": book.path.stem, **row} for book in done for row in book.runs]
+    runs = pd.DataFrame(rows, columns=None if rows else ["notebook", "run", "config"])
     runs.to_csv(folder / "runs.csv", index=False)
     date = time.strftime("%Y-%m-%d %H:%M")
     about = {
@@ -157,7 +158,7 @@ def write_index(folder: Path, done: list[Done]) -> Path:
 <h1>Video diffusion lab</h1><table>{facts}</table>
 <h2>Notebooks</h2><table><tr><th>page</th><th>outcome</th><th>took</th><th>set</th></tr>{books}</table>
 {parts}<h2>Runs</h2><p><a href="runs.csv">runs.csv</a> has their whole configurations.</p>
-<div class="runs">{runs.drop(columns="config").to_html(index=False, border=0, na_rep="") if len(runs) else "none"}</div>
+<div class="runs">{runs.drop(columns="config").to_html(index=False, border=0, na_rep="")}</div>
 </html>
 """
     )
@@ -172,7 +173,7 @@ def _row(book: Done) -> str:
         mark = f'<a href="{escape(page + anchor)}"><b>{escape(book.error)}</b></a>'
     settings = ", ".join(f"{name} = {value!r}" for name, value in book.settings.items()) or "–"
     link = f'<a href="{escape(page)}">{escape(book.title)}</a>'
-    return f"<tr><td>{link}</td><td>{mark}</td><td>{book.seconds:.0f} s</td><td>{escape(settings)}</td></tr>"
+    return f"<tr><td>{link}</td><td>{mark}</td><td>{book.seconds:.0f}&nbsp;s</td><td>{escape(settings)}</td></tr>"
 
 
 def _section(book: Done) -> str:

@@ -119,7 +119,7 @@ def _execute(book: Any, path: Path, number: int, clock: Clock) -> tuple[str | No
     except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # the last where the kernel dies
         words = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error)
         cell = code[at - 1] if at else {}
-        return f"failed in cell {at}: {' '.join(words.split())}", cell.get("id")
+        return f"failed in cell {at}: {' '.join(words.split())[:300]}", cell.get("id")
     return None, None
 
 
