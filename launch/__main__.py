@@ -170,7 +170,7 @@ def _run(arguments: argparse.Namespace) -> Job:
 
 def _trace(arguments: argparse.Namespace) -> None:
     print(_run(arguments).trace(arguments.output))
-    print("open it at https://ui.perfetto.dev or chrome://tracing, which read it in the browser", file=sys.stderr)
+    print("open it at https://ui.perfetto.dev; without a network at chrome://tracing, in Chrome", file=sys.stderr)
 
 
 def _stop(arguments: argparse.Namespace) -> None:
