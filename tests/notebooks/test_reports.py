@@ -186,6 +186,19 @@ def test_a_number_may_be_whole_and_a_list_a_tuple(place: Path):
     }
 
 
+def test_the_command_hands_on_its_words_and_ends_with_1_where_a_notebook_failed(
+    made: list[Done], monkeypatch: pytest.MonkeyPatch
+):
+    def fake(names: list[str], settings: list[str]) -> list[Done]:
+        assert (names, settings) == (["01", "04"], ["a=1", "b=2"])
+        return made
+
+    monkeypatch.setattr("launch.report.report", fake)
+    monkeypatch.setattr("warnings.showwarning", print)  # main sets it
+    with pytest.raises(SystemExit, match="1"):
+        main(["report", "--set", "a=1", "--set", "b=2", "01", "04"])
+
+
 def test_the_command_line_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr("warnings.showwarning", print)  # main sets it
     broken = tmp_path / "broken.ipynb"
