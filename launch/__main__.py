@@ -1,4 +1,4 @@
-"""Runs in the background, from a terminal: python -m launch start | status | tail | stop | resume | sweep | report."""
+"""Runs in the background, from a terminal: python -m launch start | status | stop | resume | sweep | report | …"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -61,9 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     tailing.add_argument("run")
     tailing.add_argument("--rank", type=int, default=0)
     tailing.add_argument("--lines", type=int, default=20)
-    action("report", _report, "execute the notebooks and render them into figures/reports")
+    tracing = action("trace", _trace, "what each rank of a run did when, as a trace for Perfetto")
+    tracing.add_argument("run")
+    tracing.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run's folder")
     resuming = action("resume", _resume, "compute what is missing of a run that ended early; return at once")
     resuming.add_argument("run")
+    reporting = action("report", _report, "execute notebooks and render them into a dated folder in figures/reports")
+    reporting.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="names, their beginnings, or paths")
+    reporting.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of those notebooks that have it"
+    )
     stopping = action("stop", _stop, "end a run or a sweep; finished samples stay")
     stopping.add_argument("run")
     return parser
@@ -176,10 +184,15 @@ def _run(run_id: str) -> Job:
     return job
 
 
-def _report(_: argparse.Namespace) -> None:
+def _trace(arguments: argparse.Namespace) -> None:
+    print(_run(arguments.run).trace(arguments.output))
+    print("open it at https://ui.perfetto.dev; without a network at chrome://tracing, in Chrome", file=sys.stderr)
+
+
+def _report(arguments: argparse.Namespace) -> None:
     from launch.report import report
 
-    if any(book.error for book in report()):
+    if any(book.error for book in report(arguments.notebooks, arguments.set)):
         raise SystemExit(1)
 
 

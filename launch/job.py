@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from vdpp_core import machine, memory, results, resuming, runfolder
+from vdpp_core import chrome_trace, machine, memory, results, resuming, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.events import Follower
@@ -113,6 +113,10 @@ class Job:
         if result is None:
             raise RuntimeError(f"{self.run_id} has no result yet: {self.status()}")
         return result
+
+    def trace(self, path: Path | None = None) -> Path:
+        """Write what each rank did when, for https://ui.perfetto.dev; `vdpp_core.chrome_trace.write`."""
+        return chrome_trace.write(self.folder, path)
 
     def _settled(self) -> dict[str, Any] | None:
         result = runfolder.read_result(self.folder)

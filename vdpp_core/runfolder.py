@@ -45,9 +45,9 @@ _LAST_WORDS = 256 * 1024  # bytes, and those of each sample in a result
 _OF_A_SAMPLE = 100
 
 
-def runs_root() -> Path:
-    """runs/ of the clone that this package lies in when the caller stands in that clone, else of where they stand."""
-    project, here = Path(__file__).resolve().parent.parent, Path.cwd()
+def runs_root(here: Path | None = None) -> Path:
+    """runs/ of the clone that this package lies in when the caller, or `here`, is in that clone, else of that place."""
+    project, here = Path(__file__).resolve().parent.parent, here or Path.cwd()
     inside = (project / "pyproject.toml").exists() and here.is_relative_to(project)
     return (project if inside else here) / "runs"
 

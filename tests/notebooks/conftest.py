@@ -11,7 +11,7 @@ import nbformat
 import papermill
 import pytest
 
-from launch import report
+from launch import pages
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SMALL: dict[str, dict[str, Any]] = {
@@ -103,8 +103,10 @@ def texts(book: Any) -> str:
 
 def assert_renders(book: Any, name: str, folder: Path) -> None:
     """To a page that needs no network, with all of its figures."""
-    assert {path.stem for path in report.save_figures(book, folder)} == FIGURES[name]
-    page = report.render(book, name)
+    figures, _ = pages.save_outputs(book, name, folder)
+    assert set(pages.tagged_figures(book)) == FIGURES[name]
+    assert FIGURES[name] <= {Path(files[0]).stem for files in figures}
+    page = pages.render(book, name)
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//[^"' >]+""", page)
     assert "VBox(" not in page
     assert page.count("data:image/png;base64,") >= len(FIGURES[name])

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 
-from launch import report
+from launch import pages
 from tests.notebooks.conftest import NOTEBOOKS, PREDICTING, SMALL, assert_renders, read, texts
 
 
@@ -53,8 +52,8 @@ def test_the_first_notebook_asserts_equality_of_one_and_two_ranks(executed: Call
 
 
 def test_videos_are_embedded_and_equal_to_the_official_ones(executed: Callable[[str], Any]):
-    assert report.render(executed("00_setup"), "set-up").count('src="data:video/mp4;base64,') == 2
-    page = report.render(executed("05_quality"), "quality")
+    assert pages.render(executed("00_setup"), "set-up").count('src="data:video/mp4;base64,') == 2
+    page = pages.render(executed("05_quality"), "quality")
     assert page.count('src="data:video/mp4;base64,') == 2 + 4 + 4  # official and split, seeds, right and wrong
     shown = texts(executed("05_quality"))
     equality = shown[shown.index("equal_latents") :]
@@ -91,18 +90,3 @@ def test_the_planner_foretells_published_times_and_runs_that_are_here(executed: 
     assert "error of the makespan, median" in shown
     assert "47 figures, 20 hold" in shown
     assert "<td>9.33</td>" in shown  # a corrected bound
-
-
-def test_a_failing_notebook_is_named_with_its_cell_and_the_others_are_made(tmp_path: Path):
-    def write(name: str, *sources: str) -> None:
-        cells = [nbformat.v4.new_markdown_cell(f"# {name}"), *map(nbformat.v4.new_code_cell, sources)]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
-
-    write("a", "1 + 1", "raise ValueError('no luck')")
-    write("b", "print('fine')")
-    first, second = report.report(tmp_path, tmp_path / "figures")
-    assert first.error == "failed in cell 2: ValueError: no luck"
-    assert second.error is None
-    index = (tmp_path / "figures" / "reports" / "index.html").read_text()
-    assert "failed in cell 2: ValueError: no luck" in index
-    assert "fine" in (tmp_path / "figures" / "reports" / "b.html").read_text()

@@ -45,6 +45,7 @@ LAYERS = [
         "vdpp_core.schedule",
     },
     {
+        "vdpp_core.chrome_trace",
         "vdpp_core.conditioning",
         "vdpp_core.denoise",
         "vdpp_core.handoff",
@@ -89,23 +90,9 @@ LAYERS = [
 ]
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *(
-        "events",
-        "files",
-        "progress",
-        "resuming",
-        "metrics",
-        "peers_report",
-        "plots",
-        "rates",
-        "replay",
-        "results",
-        "runfolder",
-        "schedule",
-        "sizing",
-        "steps",
-    ),
-    *("advice", "article", "checks", "estimates", "planner_plots", "predicting", "tables", "trace"),
+    *("events", "files", "progress", "resuming"),
+    *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
+    *("advice", "article", "checks", "chrome_trace", "estimates", "planner_plots", "predicting", "tables", "trace"),
     *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
 }
 OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "peers")} | {

@@ -1,0 +1,98 @@
+"""A report in a browser without a network: every page opens, every picture is there, nothing else is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from launch.report import PROJECT, report
+from vdpp_core import Parallel, RunConfig, results, runfolder
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+FACTS = {"host": "a", "device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
+STEP_S = 0.25
+
+
+def write_sweep(folder: Path, write_events: Callable[..., None]) -> None:
+    """A sweep that was run: one rank, two stages, two replicas, as fast as they can be."""
+    runs = []
+    for number, layout in enumerate([Parallel(), Parallel(pp=2), Parallel(dp=2)]):
+        run_id = f"{number:03d}-{layout}".replace(" ", "")
+        config = RunConfig(
+            command="benchmark", total_steps=4, num_samples=4, parallel=layout, output_dir=folder / run_id
+        )
+        run = runfolder.create(config)
+        for rank in range(layout.world_size):
+            write_events(run, rank, *events(config, rank))
+        results.write(run, "ok")
+        runs.append({"run_id": run_id, "config": number, "repeat": 0})
+    (folder / "sweep.json").write_text(json.dumps(runs))
+
+
+def events(config: RunConfig, rank: int) -> list[tuple[float, str, dict[str, Any]]]:
+    replica, stage, _ = config.layout.place(rank)
+    steps = config.stages()[stage]
+    told: list[tuple[float, str, dict[str, Any]]] = [(1.0, "start", FACTS), (2.0, "warm", {"seconds": STEP_S})]
+    told.append((10.0, "clock", {}))
+    for turn, sample in enumerate(config.samples(replica), start=stage):
+        t = 10 + turn * len(steps) * STEP_S
+        told.append((t, "take", {"sample": sample, "seconds": 0.0}))
+        for done, step in enumerate(steps, start=1):
+            told.append((t + done * STEP_S, "step", {"sample": sample, "step": step, "seconds": STEP_S}))
+        told.append(
+            (t + len(steps) * STEP_S, "sample" if steps[-1] == 3 else "send", {"sample": sample, "seconds": 0.0})
+        )
+    return [*told, (30.0, "done", {"memory": {"allocated_gb": 0.5}})]
+
+
+@pytest.fixture
+def reports(tmp_path: Path, write_events: Callable[..., None]) -> Path:
+    """figures/ with a report of the notebook of the plots, of a sweep written by hand, and of one that fails."""
+    write_sweep(tmp_path / "sweep", write_events)
+    fails = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
+    nbformat.write(fails, tmp_path / "00_fails.ipynb")
+    plots = next((PROJECT / "notebooks").glob("*_plots.ipynb"))
+    failed, plotted = report(
+        [str(tmp_path / "00_fails.ipynb"), plots.stem], [f"sweep={tmp_path / 'sweep'}"], figures=tmp_path / "figures"
+    )
+    assert failed.error == "failed in cell 1: ZeroDivisionError: division by zero"
+    assert plotted.error is None
+    return tmp_path / "figures" / "reports"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_every_picture_of_a_report_is_drawn_without_a_network(reports: Path):
+    assert not list(reports.parent.glob("*.png"))  # which a report of some notebooks leaves as they are
+    requests: list[str] = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        context = browser.new_context()
+        context.set_offline(True)
+        page = context.new_page()
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto((reports / "index.html").as_uri())
+        page.wait_for_url("**/*-*-*/index.html")  # led on to the latest
+        pictures = [widths(page)]
+        for link in page.eval_on_selector_all("td a", "links => links.map(link => link.href)"):
+            page.goto(link)
+            pictures.append(widths(page))
+            assert page.locator(".jp-Notebook").count() == 1
+        browser.close()
+    index, failed, failed_cell, plots = pictures
+    assert failed == failed_cell == []
+    assert len(index) == len(plots) > 2
+    assert all(width > 0 for width in index + plots)
+    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def widths(page: Any) -> list[int]:
+    page.wait_for_load_state("load")
+    return page.eval_on_selector_all("img", "images => images.map(image => image.naturalWidth)")
