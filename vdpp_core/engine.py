@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vdpp_core import conditioning, machine, memory, results, runfolder, unets
+from vdpp_core import conditioning, gathering, machine, memory, results, runfolder, unets
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
@@ -49,7 +49,7 @@ def run(config: RunConfig) -> Path:
 
 
 def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
-    """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end."""
+    """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end. Ranks agree on its name."""
     config = RunConfig.read(folder)
     with (
         EventLog(folder, ranks.rank) as log,
@@ -58,13 +58,14 @@ def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
         if guard:
             guard.watch(max(config.timeout_s, LOADING_PATIENCE_S))
         try:
-            with joined(config, ranks, str(folder.absolute())) as world:
+            with joined(config, ranks, folder.name) as world:
                 _Rank(config, folder, world, log, guard).work()
                 world.barrier()
+                gathering.finish(config, folder, ranks, log)
         except BaseException as error:
             log.last_word("error", **_last_words(error))
             raise
-    if ranks.rank == 0:
+    if ranks.rank == 0 and not ranks.several_machines:
         results.write(folder, "ok")
 
 
@@ -98,10 +99,9 @@ class _Rank:
             self.log.write("predicted", predicted_memory=memory.predict(config).in_gb())
 
     def _facts(self) -> dict[str, Any]:
-        process = psutil.Process()
         return {
-            "pid": process.pid,
-            "created": process.create_time(),
+            "pid": psutil.Process().pid,
+            "created": psutil.Process().create_time(),
             "host": socket.gethostname(),
             "device": str(self.world.device),
             "dtype": str(self.dtype).removeprefix("torch."),

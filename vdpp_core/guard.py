@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vdpp_core import results, runfolder
+from vdpp_core import results, runfolder, waiting
 from vdpp_core.measure import EventLog
 
 PERIOD_S = 0.5
@@ -59,8 +59,9 @@ class Guard(threading.Thread):
             elif self.parent is not None and os.getppid() != self.parent:
                 self._end(1, "terminated", signal="the launcher is gone")
             elif self.timeout_s is not None and runfolder.silence_s(self.folder) > self.timeout_s:
-                blamed = results.stalled_rank(self.folder)
-                cause = f"stalled: no rank wrote an event for {self.timeout_s:g} s (timeout_s)"
+                known = waiting.unheard(self.folder, self.timeout_s)
+                stalled = f"stalled: no rank wrote an event for {self.timeout_s:g} s (timeout_s)"
+                blamed, cause = next(iter(known.items()), (results.stalled_rank(self.folder), stalled))
                 self._end(1, "error", error=cause, blamed=blamed)
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import resource
 import sys
 import threading
@@ -130,7 +131,8 @@ class EventLog:
     Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
     it), step (seconds), send (seconds waited for room), sample (finished), pad (a step that only keeps the shard group
     company), done, and at a bad end error or terminated. Where videos are made: decode (a sample taken up), chunk (some
-    of its frames decoded), video (written, seconds) and official (compared with the official pipeline's).
+    of its frames decoded), video (written, seconds) and official (compared with the official pipeline's). Where several
+    machines have run folders of their own: gather (a part of a file sent to rank 0 or received by it).
     """
 
     def __init__(self, run_folder: Path, rank: int) -> None:
@@ -149,6 +151,10 @@ class EventLog:
     def _write(self, kind: str, **facts: Any) -> None:
         event = {"t": now(), "rank": self.rank, "kind": kind, **facts}
         self.file.write(json.dumps({name: value for name, value in event.items() if value is not None}) + "\n")
+
+    def sync(self) -> None:
+        """Have all events on the storage, where other machines see them."""
+        os.fsync(self.file.fileno())
 
     def __enter__(self) -> EventLog:
         return self

@@ -6,12 +6,15 @@ latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by whichever rank decoded it;
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
 result.json      last, atomically, by rank 0; by the launcher or a surviving rank after a failure
-job.json         the launcher's process, where there is one (launch/)
-logs/            what torchrun kept of each rank
+job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
+logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
+
+Of a run over several machines each has a folder; on shared storage that is the same one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -28,6 +31,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 
 Event = dict[str, Any]
+PARTS = ("events", "latents", "videos", "logs")
 
 
 def runs_root() -> Path:
@@ -75,6 +79,40 @@ def create(config: RunConfig) -> Path:
     except OSError as error:
         raise ConfigError("output_dir", folder, f"must be a folder that can be written ({error.strerror})") from None
     return folder
+
+
+def join(config: RunConfig) -> Path:
+    """Make the run folder named by the configuration, unless another machine of this run did so on shared storage.
+
+    Raises:
+        ConfigError: that machine's configuration is another one; or there is something else at that place.
+    """
+    folder = Path(config.output_dir or "").absolute()
+    path, draft = folder / "config.json", folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        if not path.exists():
+            check_place(config)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(draft, config.replace(output_dir=folder).to_json())
+            with contextlib.suppress(FileExistsError):  # of two machines that come here the first one wins
+                path.hardlink_to(draft)
+            draft.unlink()
+        if events_paths(folder) or _launcher_path(folder).exists() or (folder / "result.json").exists():
+            raise ConfigError("output_dir", folder, "exists already: name a new folder or --rdzv-id")
+        for part in ("events", "latents", "logs"):
+            (folder / part).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError("output_dir", folder, f"must be a folder that can be written ({error.strerror})") from None
+    theirs = facts(RunConfig.read(folder))
+    for name, value in facts(config).items():
+        if value != theirs[name]:
+            raise ConfigError(name, value, f"must be as on the machine that came first, {theirs[name]}")
+    return folder
+
+
+def facts(config: RunConfig) -> dict[str, Any]:
+    """What is the same on all machines of a run."""
+    return config.model_dump(mode="json", exclude={"output_dir", "parallel"}) | config.layout.model_dump()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -137,16 +175,21 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def write_launcher(folder: Path, pid: int) -> None:
-    """Record the process that watches over the run and settles it after a bad end."""
+def write_launcher(folder: Path, pid: int, alone: bool = True) -> None:
+    """Record the process that watches over the run, here or `alone`, and settles it after a bad end."""
     facts = {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}
-    write_atomically(folder / "job.json", json.dumps(facts) + "\n")
+    write_atomically(folder / "job.json" if alone else _launcher_path(folder), json.dumps(facts) + "\n")
+
+
+def _launcher_path(folder: Path) -> Path:
+    return folder / f"job-{socket.gethostname()}.json"
 
 
 def read_launcher(folder: Path) -> dict[str, Any] | None:
-    """pid and creation time of that process; None where torchrun was called by hand."""
-    path = folder / "job.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    """pid and creation time of that process, this machine's where there are several; None where torchrun was called by
+    hand."""
+    paths = [_launcher_path(folder), folder / "job.json", *sorted(folder.glob("job-*.json"))]
+    return next((json.loads(path.read_text()) for path in paths if path.exists()), None)
 
 
 def launcher_alive(folder: Path) -> bool:
@@ -155,6 +198,22 @@ def launcher_alive(folder: Path) -> bool:
     if launcher is None:
         return False
     return launcher["host"] != socket.gethostname() or _is_process(launcher["pid"], launcher["created"])
+
+
+def logs_path(folder: Path) -> Path:
+    """Where this machine, one of several, keeps its logs."""
+    return folder / "logs" / socket.gethostname()
+
+
+def logs_of(folder: Path, rank: int) -> str:
+    """A pattern below the folder: where torchrun keeps what a rank printed, by the rank's number on its machine."""
+    if not any(folder.glob("job-*.json")):
+        return f"logs/*/attempt_0/{rank}"
+    host = {event["rank"]: event["host"] for event in read_events(folder) if event["kind"] == "start"}
+    if rank not in host:
+        return "logs/none"
+    first = min(each for each in host if host[each] == host[rank])
+    return f"logs/{host[rank]}/*/attempt_0/{rank - first}"
 
 
 def is_rank(start: Event) -> bool:
