@@ -105,8 +105,9 @@ class Nodes:
             axis = "frames" if self.nproc % layout.frames else "cfg"
             cost = costs.cost(config)
             found.append(
-                f"{axis} {getattr(layout, axis)} crosses machines: {cost.exchanges} exchanges over the network in a step, "
-                f"{sum(cost.sent.values()) / 1e6:.3g} MB from a rank; an --nproc that {layout.lockstep} divides avoids it"
+                f"{axis} {getattr(layout, axis)} crosses machines: in each step {cost.exchanges} exchanges and "
+                f"{sum(cost.sent.values()) / 1e6:.3g} MB from a rank go over the network; "
+                f"an --nproc that {layout.lockstep} divides avoids it"
             )
         stage = {layout.rank(replica, 0, member) for replica in range(layout.dp) for member in range(layout.lockstep)}
         if layout.shards > 1 and len({rank // self.nproc for rank in stage}) > 1:

@@ -103,7 +103,7 @@ class Others(threading.Thread):
             now = time.monotonic()
             silence = max((now - heard for _, heard in list(self.beats.values())), default=0.0)
             if silence > patience and not self.stalled:
-                self.stalled = waiting.unheard(self.folder, silence)
+                self.stalled = waiting.unheard(self.folder, silence, surely=True)
                 end_ranks(self.folder)
             if self.ended_elsewhere is not None and now - self.ended_elsewhere > LAST_WORDS_S:
                 self._end_here("another machine could not go on")

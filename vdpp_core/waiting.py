@@ -11,15 +11,16 @@ from vdpp_core.layout import Parallel
 from vdpp_core.runfolder import Event
 
 
-def unheard(folder: Path, silence_s: float) -> dict[int, str]:
+def unheard(folder: Path, silence_s: float, surely: bool = False) -> dict[int, str]:
     """A rank of another machine that a rank of this one waits for -> what is known of it.
 
-    Empty where there is one machine only, or where a rank of this one is what the others wait for.
+    Empty where there is one machine only, or where a rank of this one is what the others wait for; but where another
+    machine is `surely` silent, its first rank is named while nobody waits for it yet.
     """
     config, events = RunConfig.read(folder), runfolder.read_events(folder)
     here = {e["rank"]: e for e in events if e["kind"] == "start" and e["host"] == socket.gethostname()}
     elsewhere = set(range(config.layout.world_size)) - here.keys()
-    if not elsewhere or any(runfolder.stands_still(start) for start in here.values()):
+    if not elsewhere or not here or any(runfolder.stands_still(start) for start in here.values()):
         return {}
     words = f"nothing was heard of it for {silence_s:.0f} s (timeout_s)"
     for rank in sorted(here):
@@ -30,7 +31,7 @@ def unheard(folder: Path, silence_s: float) -> dict[int, str]:
                 sample, step = results.position(own, steps)
                 at = "" if sample is None else f" at sample {sample}" + ("" if step is None else f", step {step}")
                 return {other: f"{words}; rank {rank} waits for it{at}"}
-    return {}
+    return {min(elsewhere): words} if surely else {}
 
 
 def _needed(layout: Parallel, rank: int, last: Event, steps: range) -> list[int]:
