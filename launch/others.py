@@ -42,6 +42,7 @@ class Others(threading.Thread):
         self.is_host = nodes.address[1]
         self.store: Store | None = None
         self.number = 0
+        self.starts: list[runfolder.Event] = []
         self.beats: dict[int, tuple[int, float]] = {}
         self.stalled: dict[int, str] = {}
         self.reason: str | None = None
@@ -113,16 +114,18 @@ class Others(threading.Thread):
                 os._exit(1)
 
     def _end_here(self, reason: str) -> None:
-        starts = self._starts()
-        if starts:
+        if self._starts():
             end_ranks(self.folder)
         elif self.reason is None:
             self.reason = reason
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _starts(self) -> list[dict[str, Any]]:
-        events = runfolder.read_events(self.folder)
-        return [event for event in events if event["kind"] == "start" and event["host"] == socket.gethostname()]
+    def _starts(self) -> list[runfolder.Event]:
+        """The start events of this machine's ranks. Once all are there the files are not read again: they grow."""
+        if len(self.starts) < self.nodes.nproc:
+            starts = [event for event in runfolder.read_events(self.folder) if event["kind"] == "start"]
+            self.starts = [event for event in starts if event["host"] == socket.gethostname()]
+        return self.starts
 
     def _ranks_have_ended(self) -> bool:
         starts = self._starts()
@@ -143,7 +146,7 @@ class Others(threading.Thread):
         good = result is not None and result["outcome"] == "ok"
         if self.store is not None and not good and not self.stalled:
             _within(2 * WORD_S, lambda: self._exchange(known))
-        result = results.settle(self.folder, self.stalled or known, reason=reason or self.reason)
+        result = results.settle(self.folder, self.stalled or dict(known), reason=reason or self.reason)
         if self.store is not None and not self.stalled:
             _within(2 * WORD_S, self._leave)
         return result
