@@ -80,8 +80,18 @@ def _start(arguments: argparse.Namespace) -> None:
     ranks = arguments.nproc if nodes is None else nodes.world_size
     job = start(cli.run_config(arguments, ranks), arguments.nproc, nodes)
     print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id, flush=True)
-    if arguments.wait and job.wait()["outcome"] != "ok":
-        cli.warn([f"{job.run_id}: {job.status()}; {(job.result().get('failure') or {}).get('cause', '')}"])
+    if arguments.wait:
+        _wait(job)
+
+
+def _wait(job: Job) -> None:
+    try:
+        result = job.wait()
+    except KeyboardInterrupt:
+        result = job.stop()
+    if result["outcome"] != "ok":
+        cause = result["failure"]["cause"] if "failure" in result else "by somebody"
+        cli.warn([f"{job.run_id}: {result['outcome']}, {cause}"])
         raise SystemExit(1)
 
 

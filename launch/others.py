@@ -63,11 +63,12 @@ class Others(threading.Thread):
                 raise TimeoutError(f"no machine at {self.nodes.endpoint} within {MEETING_PATIENCE_S:.0f} s")
             time.sleep(PERIOD_S)
         server = TCPStore(host, port, is_master=self.is_host, multi_tenant=True, timeout=timedelta(minutes=1))
-        self.store = PrefixStore(f"supervisors/{self.nodes.run_id}", server)
-        self._compare(self.store)
-        self.number = self.store.add("came", 1)
-        if self.number > self.nodes.nnodes:
+        store = PrefixStore(f"supervisors/{self.nodes.run_id}", server)
+        self.number = store.add("came", 1)
+        if self.number > self.nodes.nnodes:  # those that have come hear nothing of it
             raise ConfigError("nnodes", self.nodes.nnodes, "so many machines have come already")
+        self.store = store
+        self._compare(store)
         self.start()
         threading.Thread(target=self._act, daemon=True).start()
 
@@ -145,38 +146,44 @@ class Others(threading.Thread):
         known = dict(exits or {})
         good = result is not None and result["outcome"] == "ok"
         if self.store is not None and not good and not self.stalled:
-            _within(2 * WORD_S, lambda: self._exchange(known))
-        result = results.settle(self.folder, self.stalled or dict(known), reason=reason or self.reason)
+            _within(2 * WORD_S, lambda: self._exchange(known, reason))
+        result = results.settle(self.folder, self.stalled or dict(known), reason=self.reason or reason)
         if self.store is not None and not self.stalled:
             _within(2 * WORD_S, self._leave)
         return result
 
-    def _exchange(self, known: dict[int, str]) -> None:
-        """Tell and hear how ranks ended, and their events where the folder is not shared."""
+    def _exchange(self, known: dict[int, str], reason: str | None) -> None:
+        """Tell and hear what ended the run, how ranks ended, and their events where the folder is not shared."""
         assert self.store is not None
         own = [self.folder / "events" / f"rank-{start['rank']}.jsonl" for start in self._starts()]
-        said = {"exits": known, "events": {path.name: path.read_text(errors="replace") for path in own}}
+        texts = {path.name: path.read_text(errors="replace") for path in own}
+        said = {"reason": None if self.reason else reason, "exits": known, "events": texts}
         self.store.set(f"said/{self.number}", json.dumps(said))
         self.store.add("ended", 1)
         deadline = time.monotonic() + WORD_S
-        while self.store.add("ended", 0) < self.store.add("came", 0) and time.monotonic() < deadline:
+        while self.store.add("ended", 0) < self._came() and time.monotonic() < deadline:
             time.sleep(PERIOD_S / 5)
         if self.store.check(["stopped"]):
             self.reason = "stopped"
-        for number in range(1, self.store.add("came", 0) + 1):
+        for number in range(1, self._came() + 1):
             if number != self.number and self.store.check([f"said/{number}"]):
                 said = json.loads(self.store.get(f"said/{number}"))
+                self.reason = said["reason"] or self.reason
                 known |= {int(rank): how for rank, how in said["exits"].items()}
                 for name, text in said["events"].items():
                     if not (self.folder / "events" / name).exists():
                         runfolder.write_atomically(self.folder / "events" / name, text)
+
+    def _came(self) -> int:
+        assert self.store is not None
+        return min(self.store.add("came", 0), self.nodes.nnodes)
 
     def _leave(self) -> None:
         """The endpoint's machine stays until the others have heard it all."""
         assert self.store is not None
         self.store.add("left", 1)
         deadline = time.monotonic() + WORD_S
-        while self.is_host and self.store.add("left", 0) < self.store.add("came", 0) and time.monotonic() < deadline:
+        while self.is_host and self.store.add("left", 0) < self._came() and time.monotonic() < deadline:
             time.sleep(PERIOD_S / 5)
 
 

@@ -89,11 +89,12 @@ def supervise(folder: Path, others: Others | None = None) -> dict[str, Any]:
         exits = {rank: _words(failure.exitcode) for rank, failure in error.failures.items()}
     except SignalException:
         end_ranks(folder)
-        settle(reason="stopped" if others is None else others.reason or "stopped")
+        settle(reason="stopped")
         raise
     except Exception as error:  # the agent itself: no port, no process; the next run of a sweep may do better
         traceback.print_exc()
-        settle(reason=f"could not start: {type(error).__name__}: {error}")
+        what = "lost the rendezvous" if runfolder.events_paths(folder) else "could not start"
+        settle(reason=f"{what}: {type(error).__name__}: {error}")
     finally:
         watchdog.over.set()
     end_ranks(folder)
