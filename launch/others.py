@@ -68,11 +68,12 @@ class Others(threading.Thread):
         if self.number > self.nodes.nnodes:  # those that have come hear nothing of it
             raise ConfigError("nnodes", self.nodes.nnodes, "so many machines have come already")
         self.store = store
-        self._compare(store)
+        self.compare(store)
         self.start()
         threading.Thread(target=self._act, daemon=True).start()
 
-    def _compare(self, store: Store) -> None:
+    def compare(self, store: Store) -> None:
+        """Whether all machines were called with the same arguments; ConfigError if not."""
         ours = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc} | runfolder.facts(self.config)
         theirs = json.loads(store.compare_set("arguments", "", json.dumps(ours)))
         for name, value in ours.items():
@@ -106,7 +107,7 @@ class Others(threading.Thread):
             silence = max((now - heard for _, heard in list(self.beats.values())), default=0.0)
             if silence > patience and not self.stalled:
                 self.stalled = waiting.unheard(self.folder, silence, surely=True)
-                end_ranks(self.folder)
+                self._end_here(f"nothing was heard of another machine for {silence:.0f} s (timeout_s)")
             if self.ended_elsewhere is not None and now - self.ended_elsewhere > LAST_WORDS_S:
                 self._end_here("another machine could not go on")
             ranks_ended = (ranks_ended or now) if self._ranks_have_ended() else None
@@ -115,6 +116,7 @@ class Others(threading.Thread):
                 os._exit(1)
 
     def _end_here(self, reason: str) -> None:
+        """End this machine's ranks, whose folder says why; before they start, this process for that reason."""
         if self._starts():
             end_ranks(self.folder)
         elif self.reason is None:
@@ -141,8 +143,10 @@ class Others(threading.Thread):
 
     def settle(self, exits: Mapping[int, str] | None = None, reason: str | None = None) -> dict[str, Any]:
         """Settle the run folder with what is known on all machines, as far as they can be reached, and leave them."""
-        self.over.set()
         result = runfolder.read_result(self.folder)
+        if self.over.is_set() and result is not None:
+            return result
+        self.over.set()
         known = dict(exits or {})
         good = result is not None and result["outcome"] == "ok"
         if self.store is not None and not good and not self.stalled:

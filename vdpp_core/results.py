@@ -86,6 +86,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "device": next((event["device"] for event in started.values()), None),
         "dtype": next((event["dtype"] for event in started.values()), None),
         "backend": next((event["backend"] for event in started.values()), None),
+        "hosts": sorted({event["host"] for event in started.values() if "host" in event}),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "hardware": machine.hardware(),
         "versions": machine.versions(),

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from launch.__main__ import main
 from launch.nodes import Nodes
+from launch.others import Others
 from vdpp_core import Parallel, RunConfig, results, runfolder, waiting
 from vdpp_core.errors import ConfigError
 
@@ -92,6 +94,19 @@ def test_the_first_machine_makes_a_shared_folder_and_others_find_it(tmp_path: Pa
     with pytest.raises(ConfigError, match="dp"):
         runfolder.join(config.replace(parallel=Parallel(dp=2)))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_machines_with_folders_of_their_own_compare_their_arguments(tmp_path: Path):
+    store = HashStore()
+    for name, seed, nproc, refused in (("a", 0, 1, None), ("b", 0, 1, None), ("c", 7, 1, "seed"), ("d", 0, 2, "nproc")):
+        folder = runfolder.join(RunConfig(**SHORT, seed=seed, output_dir=tmp_path / name).for_ranks(2))
+        others = Others(Nodes(1, nproc, "127.0.0.1:29400", "run"), folder)
+        if refused is None:
+            others.compare(store)
+        else:
+            with pytest.raises(ConfigError) as error:
+                others.compare(store)
+            assert error.value.argument == refused
 
 
 def test_there_may_be_something_else(tmp_path: Path):
