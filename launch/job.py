@@ -132,9 +132,7 @@ def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
     machine.check(config, local_ranks=nodes.nproc)
     for line in [*memory.before_start(config, nodes.nproc), *nodes.crossings(config)]:
         warnings.warn(line, stacklevel=3)
-    folder = runfolder.join(config.replace(output_dir=config.output_dir or runfolder.runs_root() / nodes.run_id))
-    runfolder.logs_path(folder).mkdir(parents=True)
-    return folder
+    return runfolder.join(config.replace(output_dir=config.output_dir or runfolder.runs_root() / nodes.run_id))
 
 
 def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes: Nodes | None = None) -> None:

@@ -99,14 +99,15 @@ def join(config: RunConfig) -> Path:
             draft.unlink()
         if events_paths(folder) or _launcher_path(folder).exists() or (folder / "result.json").exists():
             raise ConfigError("output_dir", folder, "exists already: name a new folder or --rdzv-id")
+        theirs = facts(RunConfig.read(folder))
+        for name, value in facts(config).items():
+            if value != theirs[name]:
+                raise ConfigError(name, value, f"must be as on the machine that came first, {theirs[name]}")
         for part in ("events", "latents", "logs"):
             (folder / part).mkdir(exist_ok=True)
+        logs_path(folder).mkdir()  # the name of this machine is taken from now on
     except OSError as error:
         raise ConfigError("output_dir", folder, f"must be a folder that can be written ({error.strerror})") from None
-    theirs = facts(RunConfig.read(folder))
-    for name, value in facts(config).items():
-        if value != theirs[name]:
-            raise ConfigError(name, value, f"must be as on the machine that came first, {theirs[name]}")
     return folder
 
 

@@ -12,10 +12,10 @@ from vdpp_core.runfolder import Event
 
 
 def unheard(folder: Path, silence_s: float, surely: bool = False) -> dict[int, str]:
-    """A rank of another machine that a rank of this one waits for -> what is known of it.
+    """A rank of another machine, or one that never started, that a rank of this one waits for -> what is known of it.
 
-    Empty where there is one machine only, or where a rank of this one is what the others wait for; but where another
-    machine is `surely` silent, its first rank is named while nobody waits for it yet.
+    Empty where there is none, or where a rank of this machine is what the others wait for; but where another machine
+    is `surely` silent, its first rank is named while nobody waits for it yet.
     """
     config, events = RunConfig.read(folder), runfolder.read_events(folder)
     here = {e["rank"]: e for e in events if e["kind"] == "start" and e["host"] == socket.gethostname()}

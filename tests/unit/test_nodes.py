@@ -88,11 +88,12 @@ def test_the_first_machine_makes_a_shared_folder_and_others_find_it(tmp_path: Pa
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     assert runfolder.join(config) == folder
     assert runfolder.launcher_alive(folder)  # nothing is known of the other machine's
-    with pytest.raises(ConfigError) as refused:
-        runfolder.join(config.replace(seed=7))
-    assert (refused.value.argument, refused.value.value) == ("seed", 7)
-    with pytest.raises(ConfigError, match="dp"):
-        runfolder.join(config.replace(parallel=Parallel(dp=2)))
+    for changed, name in ((config.replace(seed=7), "seed"), (config.replace(parallel=Parallel(dp=2)), "dp")):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: f"of another {name}")
+        with pytest.raises(ConfigError, match="the machine that came first") as refused:
+            runfolder.join(changed)
+        assert refused.value.argument == name
+        assert runfolder.join(config) == folder  # with the arguments put right
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
