@@ -12,7 +12,7 @@ import torch.distributed as dist
 from vdpp_core import results, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.measure import EventLog
-from vdpp_core.mesh import Ranks, communication
+from vdpp_core.mesh import PATIENCE, Ranks, communication
 
 CHUNK = 16 * 2**20  # bytes that are sent at a time
 
@@ -27,7 +27,7 @@ def finish(config: RunConfig, folder: Path, ranks: Ranks, log: EventLog) -> None
         return
     log.sync()
     with communication():
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
         leads = ranks.local_rank == 0 and not _shared(folder, ranks, group)
         files: list[Any] = [None] * ranks.world_size
         dist.all_gather_object(files, _files(folder) if leads else [], group=group)

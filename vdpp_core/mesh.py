@@ -24,7 +24,7 @@ from vdpp_core.layout import Place
 from vdpp_core.limits import is_out_of_memory
 
 # Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
-_PATIENCE = timedelta(days=7)
+PATIENCE = timedelta(days=7)
 _POLL_S = 0.05  # of those who wait for the work of a few
 
 T = TypeVar("T")
@@ -189,7 +189,7 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
         _name_interface()
     try:
         dist.init_process_group(
-            machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=_PATIENCE
+            machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
         )
         mesh = config.layout.mesh("cuda" if device.type == "cuda" else "cpu")
         yield World(
