@@ -28,7 +28,8 @@ def finish(config: RunConfig, folder: Path, ranks: Ranks, log: EventLog) -> None
     log.sync()
     with communication():
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        leads = ranks.local_rank == 0 and not _shared(folder, ranks, group)
+        separate = not _shared(folder, ranks, group)
+        leads = separate and ranks.local_rank == 0
         files: list[Any] = [None] * ranks.world_size
         dist.all_gather_object(files, _files(folder) if leads else [], group=group)
         for rank, own in enumerate(files):

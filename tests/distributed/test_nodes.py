@@ -112,10 +112,9 @@ def wait_for_samples(folder: Path, wait_until: WaitUntil) -> None:
 def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
     machines: Machines, tmp_path: Path, wait_until: WaitUntil
 ):
-    arguments = ["generate", "--total-steps", "3", "--num-samples", "2", "--pp", "2"]
-    machines.start("videos", *arguments)
+    machines.start("videos", "--nproc", "2", "generate", "--total-steps", "4", "--num-samples", "2", "--pp", "4")
     first, second = (machine.run("videos") for machine in machines)
-    config = RunConfig(command="generate", total_steps=3, num_samples=2, num_frames=4, threads=1)
+    config = RunConfig(command="generate", total_steps=4, num_samples=2, num_frames=4, threads=1)
     alone = engine.run(config.replace(output_dir=tmp_path / "alone"))
     results = results_of([first, second], wait_until, 120)
     assert results[0] == results[1]
@@ -124,7 +123,8 @@ def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
         assert torch.equal(runfolder.load_latents(first, sample), runfolder.load_latents(alone, sample))
     for path in (alone / "videos").iterdir():
         assert path.read_bytes() == (first / "videos" / path.name).read_bytes()
-    assert (second / "events" / "rank-1.jsonl").read_text().startswith((first / "events" / "rank-1.jsonl").read_text())
+    assert len(runfolder.events_paths(first)) == 4
+    assert len(runfolder.events_paths(second)) == 2
     assert len(list(first.glob("logs/*/launcher.log"))) == 2
     wait_until(lambda: not machines.pids(), 15)
 
