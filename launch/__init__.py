@@ -3,8 +3,9 @@
 from launch.gallery import gallery
 from launch.job import Job, attach, jobs, start
 from launch.link import probe
+from launch.nodes import Nodes
 from launch.panel import sliders
 from launch.sweep import Sweep, sweep
 from launch.watch import watch
 
-__all__ = ["Job", "Sweep", "attach", "gallery", "jobs", "probe", "sliders", "start", "sweep", "watch"]
+__all__ = ["Job", "Nodes", "Sweep", "attach", "gallery", "jobs", "probe", "sliders", "start", "sweep", "watch"]

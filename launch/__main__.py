@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from launch import Job, Sweep, attach, jobs, start, sweep
+from launch.nodes import Nodes
 from vdpp_core import cli
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
@@ -42,6 +43,10 @@ def _parser() -> argparse.ArgumentParser:
 
     starting = action("start", _start, "start a run and return at once")
     starting.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this machine")
+    starting.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines; start the same on each of them")
+    starting.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: one of them, a free port")
+    starting.add_argument("--rdzv-id", metavar="ID", help="their name for the run; default: that of --output-dir")
+    starting.add_argument("--wait", action="store_true", help="until it has ended; exit code 1 unless it ended well")
     cli.add_run_commands(starting)
 
     sweeping = action("sweep", _sweep, "run numbers of ranks and layouts one after another; print the table")
@@ -80,8 +85,37 @@ def _parser() -> argparse.ArgumentParser:
 def _start(arguments: argparse.Namespace) -> None:
     if arguments.nproc < 1:
         raise ConfigError("nproc", arguments.nproc, "must be at least 1")
-    job = start(cli.run_config(arguments, arguments.nproc), arguments.nproc)
-    print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id)
+    nodes = _nodes(arguments)
+    ranks = arguments.nproc if nodes is None else nodes.world_size
+    job = start(cli.run_config(arguments, ranks), arguments.nproc, nodes)
+    print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id, flush=True)
+    if arguments.wait:
+        _wait(job)
+
+
+def _wait(job: Job) -> None:
+    try:
+        result = job.wait()
+    except KeyboardInterrupt:
+        result = job.stop()
+    if result["outcome"] != "ok":
+        cause = result["failure"]["cause"] if "failure" in result else "by somebody"
+        cli.warn([f"{job.run_id}: {result['outcome']}, {cause}"])
+        raise SystemExit(1)
+
+
+def _nodes(arguments: argparse.Namespace) -> Nodes | None:
+    """The machines that were named; None where there is this one alone."""
+    if arguments.rdzv_endpoint is None:
+        if arguments.nnodes != 1:
+            raise ConfigError("nnodes", arguments.nnodes, "needs --rdzv-endpoint host:port, the same on each machine")
+        if arguments.rdzv_id is not None:
+            raise ConfigError("rdzv_id", arguments.rdzv_id, "only with --rdzv-endpoint")
+        return None
+    name = arguments.rdzv_id or Path(arguments.output_dir or "").name
+    nodes = Nodes(arguments.nnodes, arguments.nproc, arguments.rdzv_endpoint, name)
+    nodes.check()
+    return nodes
 
 
 def _sweep(arguments: argparse.Namespace) -> None:

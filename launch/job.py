@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from launch.nodes import Nodes
 from vdpp_core import chrome_trace, machine, memory, results, resuming, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
@@ -63,7 +65,7 @@ class Job:
         """The last lines that a rank wrote to stdout and stderr."""
         written: list[str] = []
         for stream in ("stdout", "stderr"):
-            for path in sorted(self.folder.glob(f"logs/*/attempt_0/{rank}/{stream}.log")):
+            for path in sorted(self.folder.glob(f"{runfolder.logs_of(self.folder, rank)}/{stream}.log")):
                 written += path.read_text(errors="replace").splitlines()
         return "\n".join(written[-lines:])
 
@@ -128,14 +130,20 @@ class Job:
         return result
 
 
-def start(config: RunConfig, nproc: int | None = None) -> Job:
+def start(config: RunConfig, nproc: int | None = None, nodes: Nodes | None = None) -> Job:
     """Start a run on `nproc` ranks of this machine (default: as many as its layout needs) and return at once.
+
+    With `nodes`, start this machine's part of a run over several, each of which does the same.
 
     Raises:
         ConfigError: one line on what cannot be; nothing was started.
     """
-    folder = prepare(config, nproc)
-    launch([folder], log=folder / "logs" / "launcher.log")
+    if nodes is not None:
+        folder = _prepare_node(config, nodes)
+        launch([folder], log=runfolder.logs_path(folder) / "launcher.log", nodes=nodes)
+    else:
+        folder = prepare(config, nproc)
+        launch([folder], log=folder / "logs" / "launcher.log")
     return Job(folder)
 
 
@@ -149,24 +157,41 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     return runfolder.create(config)
 
 
-def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None) -> None:
+def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
+    nodes.check()
+    config = config.for_ranks(nodes.world_size)
+    machine.check(config, local_ranks=nodes.nproc)
+    for line in [*memory.before_start(config, nodes.nproc), *nodes.crossings(config)]:
+        warnings.warn(line, stacklevel=3)
+    return runfolder.join(config.replace(output_dir=config.output_dir or runfolder.runs_root() / nodes.run_id))
+
+
+def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes: Nodes | None = None) -> None:
     """Start the process that watches over these runs, one after another. It outlives the caller."""
     command = [sys.executable, "-m", "launch.supervisor", *map(str, folders)]
     if sweep is not None:
         command += ["--sweep", str(sweep)]
+    if nodes is not None:
+        command += nodes.as_flags()
     with log.open("ab") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     for folder in folders:
-        runfolder.write_launcher(folder, process.pid)
+        runfolder.write_launcher(folder, process.pid, alone=nodes is None)
 
 
 def end(folder: Path) -> None:
-    """End the process that watches over a run and with it the ranks, forcibly if they do not listen."""
+    """End the process that watches over a run and with it the ranks, forcibly if they do not listen.
+
+    Raises:
+        ConfigError: that process is on another machine.
+    """
     launcher = runfolder.read_launcher(folder)
     if launcher is None or not runfolder.launcher_alive(folder):
         return
+    if launcher["host"] != socket.gethostname():
+        raise ConfigError("run", folder.name, f"has no part on this machine: stop it on {launcher['host']}")
     try:
         process = psutil.Process(launcher["pid"])
         process.send_signal(signal.SIGTERM)

@@ -1,17 +1,20 @@
 """The background process: runs folders one after another under torchrun's agent and settles those that end badly.
 
 python -m launch.supervisor FOLDER [FOLDER …] [--sweep FOLDER]
+python -m launch.supervisor FOLDER --nnodes N --nproc N --rdzv-endpoint HOST:PORT --rdzv-id ID
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
 import time
 import traceback
 import uuid
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,8 +24,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from launch.job import end_ranks
+from launch.nodes import Nodes
+from launch.others import Others
 from launch.sweep import Sweep
-from vdpp_core import progress, results
+from vdpp_core import progress, results, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.events import now
 
@@ -56,43 +61,56 @@ class Watchdog(threading.Thread):
                     end_ranks(self.folder)
 
 
-def supervise(folder: Path) -> dict[str, Any]:
-    """Run the ranks of one run folder to their end and return the result.
+def supervise(folder: Path, others: Others | None = None) -> dict[str, Any]:
+    """Run the ranks of one run folder to their end and return the result; with others, this machine's ranks.
 
     Raises:
         SignalException: this process was told to end; the run is settled as stopped before.
     """
     config = RunConfig.read(folder)
+    logs = folder / "logs" if others is None else runfolder.logs_path(folder)
     agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config.layout.world_size,
-        run_id=uuid.uuid4().hex,
+        **(_alone(config) if others is None else others.nodes.rendezvous()),
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is handled here
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )
+    settle = partial(results.settle, folder) if others is None else others.settle
     exits: dict[int, str] = {}
     watchdog = Watchdog(folder)
     watchdog.start()
     try:
+        if others is not None:
+            others.meet()
         elastic_launch(agent, sys.executable)("-m", "vdpp_core", "run", str(folder))
     except ChildFailedError as error:
         exits = {rank: _words(failure.exitcode) for rank, failure in error.failures.items()}
     except SignalException:
         end_ranks(folder)
-        results.settle(folder, reason="stopped")
+        settle(reason="stopped")
         raise
     except Exception as error:  # the agent itself: no port, no process; the next run of a sweep may do better
         traceback.print_exc()
-        results.settle(folder, reason=f"could not start: {type(error).__name__}: {error}")
+        what = "lost the rendezvous" if runfolder.events_paths(folder) else "could not start"
+        settle(reason=f"{what}: {type(error).__name__}: {error}")
     finally:
         watchdog.over.set()
     end_ranks(folder)
-    return results.settle(folder, watchdog.stalled or exits)
+    return settle(watchdog.stalled or exits)
+
+
+def _alone(config: RunConfig) -> dict[str, Any]:
+    """All ranks on this machine, which meet on a free port."""
+    return {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": config.layout.world_size,
+        "run_id": uuid.uuid4().hex,
+        "rdzv_endpoint": "localhost:0",
+        "local_addr": "localhost",
+    }
 
 
 def _words(exitcode: int) -> str:
@@ -106,11 +124,31 @@ def _told_to_end(number: int, _: FrameType | None) -> None:
     raise SignalException(f"signal {number}", signal.Signals(number))
 
 
+def _supervise_node(folder: Path, nodes: Nodes) -> None:
+    others = Others(nodes, folder)
+
+    def told_to_end(number: int, frame: FrameType | None) -> None:
+        others.say_stopped()  # before the ranks end, which the others would take for a failure
+        _told_to_end(number, frame)
+
+    signal.signal(signal.SIGTERM, told_to_end)
+    with contextlib.suppress(SignalException):
+        supervise(folder, others)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--sweep", type=Path, help="renew its table.csv after each run")
+    parser.add_argument("--nnodes", type=int, help="machines; with the following ones")
+    parser.add_argument("--nproc", type=int)
+    parser.add_argument("--rdzv-endpoint")
+    parser.add_argument("--rdzv-id")
     arguments = parser.parse_args()
+    if arguments.nnodes is not None:
+        nodes = Nodes(arguments.nnodes, arguments.nproc, arguments.rdzv_endpoint, arguments.rdzv_id)
+        _supervise_node(arguments.folders[0], nodes)
+        return
     signal.signal(signal.SIGTERM, _told_to_end)
     waiting = list(arguments.folders)
     try:

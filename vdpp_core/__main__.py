@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
             folder = _new_run(arguments, argv, ranks)
             work = [partial(_execute, folder, ranks)]
     except ConfigError as error:
-        if ranks.rank == 0:
+        if ranks.local_rank == 0:
             cli.fail(error.as_flag())
         raise SystemExit(2) from None
     cli.quiet()
@@ -125,10 +125,10 @@ def _wanted(arguments: argparse.Namespace, ranks: Ranks, alone: int) -> tuple[in
 
 
 def _each_once(folders: list[Path]) -> None:
-    places = [folder.resolve() for folder in folders]
-    for place in places:
-        if places.count(place) > 1:
-            raise ConfigError("folder", place, "is named twice; a run folder is run once")
+    names = [folder.resolve().name for folder in folders]  # by which machines with folders of their own know a run
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("folder", name, "is named twice; a run folder is run once")
 
 
 def _prepared(folder: Path, ranks: Ranks) -> Path:
@@ -138,7 +138,7 @@ def _prepared(folder: Path, ranks: Ranks) -> Path:
     needed = (RunConfig.read(folder).parallel or Parallel()).world_size
     if needed != ranks.world_size:
         raise ConfigError("folder", folder, f"was made for {needed} ranks, not {ranks.world_size}")
-    agree(ranks, lambda: _not_run_before(folder), str(folder.absolute()))
+    agree(ranks, lambda: _not_run_before(folder), folder.name)
     return folder
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vdpp_core import conditioning, machine, memory, results, resuming, runfolder, unets
+from vdpp_core import conditioning, gathering, machine, memory, results, resuming, runfolder, unets
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
@@ -50,29 +50,29 @@ def run(config: RunConfig) -> Path:
 
 
 def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
-    """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end."""
+    """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end. Ranks agree on its name."""
     config = RunConfig.read(folder)
     with (
         EventLog(folder, ranks.rank) as log,
         Guard(folder, log, ranks.under_torchrun) if guarded else nullcontext(),
     ):
         try:
-            with joined(config, ranks, str(folder.absolute())) as world:
+            with joined(config, ranks, folder.name) as world:
                 _Rank(config, folder, world, log).work()
                 world.barrier()
+                gathering.finish(config, folder, ranks, log)
         except BaseException as error:
             log.last_word("error", **_last_words(error))
             raise
-    if ranks.rank == 0:
+    if ranks.rank == 0 and not ranks.several_machines:
         results.write(folder, "ok")
 
 
 def _last_words(error: BaseException) -> dict[str, Any]:
     if isinstance(error, OutOfMemoryError):
         return {"error": str(error), "oom": error.facts}
-    if isinstance(error, FullDiskError):
-        return {"error": str(error)}
-    words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    full = isinstance(error, FullDiskError)
+    words = str(error) if full else f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return {"error": words, "lost_rank": error.rank if isinstance(error, LostRankError) else None}
 
 
@@ -100,10 +100,9 @@ class _Rank:
             self.log.write("predicted", predicted_memory=memory.predict(config).in_gb())
 
     def _facts(self) -> dict[str, Any]:
-        process = psutil.Process()
         return {
-            "pid": process.pid,
-            "created": process.create_time(),
+            "pid": psutil.Process().pid,
+            "created": psutil.Process().create_time(),
             "host": socket.gethostname(),
             "device": str(self.world.device),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -295,7 +294,7 @@ class _Rank:
 
     def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
         """On a terminal, on the last stage of the first replica."""
-        counted = list(samples[:1]) == list(self.samples[:1])  # and no warm-up
-        shown = self.last and self.world.place.replica == 0 and self.world.speaks and counted
+        counts = list(samples[:1]) == list(self.samples[:1])  # no warm-up
+        shown = counts and self.last and self.world.place.replica == 0 and self.world.speaks
         total = len(samples) * len(self.steps)
         return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

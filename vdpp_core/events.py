@@ -47,7 +47,8 @@ class EventLog:
     Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
     it), step (seconds), send (seconds waited for room), sample (finished), pad (a step that only keeps the shard group
     company), done, and at a bad end error or terminated. Where videos are made: decode (a sample taken up), chunk (some
-    of its frames decoded), video (written, seconds) and official (compared with the official pipeline's).
+    of its frames decoded), video (written, seconds) and official (compared with the official pipeline's). Where several
+    machines have run folders of their own: gather (a part of a file sent to rank 0 or received by it).
     """
 
     def __init__(self, run_folder: Path, rank: int) -> None:
@@ -75,6 +76,10 @@ class EventLog:
             files.release(self.folder)
             with suppress(files.FullDiskError):
                 self._append(b"\n" + line)  # part of the line before may be there
+
+    def sync(self) -> None:
+        """Have all events on the storage, where other machines see them."""
+        os.fsync(self.file)
 
     def _line(self, kind: str, **facts: Any) -> bytes:
         event = {"t": now(), "rank": self.rank, "kind": kind, **facts}

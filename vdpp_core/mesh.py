@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from vdpp_core import machine
+from vdpp_core import machine, network
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Place
 from vdpp_core.limits import is_out_of_memory
 
 # Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
-_PATIENCE = timedelta(days=7)
+PATIENCE = timedelta(days=7)
 _POLL_S = 0.05  # of those who wait for the work of a few
 
 T = TypeVar("T")
@@ -47,6 +47,11 @@ class Ranks:
     local_rank: int
     local_world_size: int
     under_torchrun: bool
+
+    @property
+    def several_machines(self) -> bool:
+        """Whether there are ranks on other machines; each machine has as many."""
+        return self.world_size > self.local_world_size
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -101,6 +106,18 @@ def first_ones(ranks: Ranks, number: int, subject: str, work: Callable[[Ranks], 
 def _store(ranks: Ranks) -> dist.Store:
     """torchrun's store; a private one for a rank alone."""
     return next(rendezvous("env://"))[0] if ranks.under_torchrun else dist.HashStore()
+
+
+def _name_interface() -> None:
+    """Have gloo and NCCL take the network interface towards the other machines, unless somebody named another one.
+
+    By itself gloo looks up this machine's name, which many a machine resolves to its loopback address.
+    """
+    address, _ = network.address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    interface = None if network.is_loopback(address) else network.interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 @dataclass(frozen=True)
@@ -168,9 +185,11 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
     threads = machine.threads(config, ranks.local_world_size)
     torch.set_num_threads(threads)
     store = dist.PrefixStore(name, _store(ranks))
+    if ranks.several_machines:
+        _name_interface()
     try:
         dist.init_process_group(
-            machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=_PATIENCE
+            machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
         )
         mesh = config.layout.mesh("cuda" if device.type == "cuda" else "cpu")
         yield World(

@@ -123,7 +123,7 @@ def look(config: RunConfig, work: Work, events: Sequence[Event], at: float | Non
     stopped = [rank for rank in late if logs[rank][0]["kind"] == "start" and runfolder.stands_still(logs[rank][0])]
     at_work = [rank for rank in late if states.get(rank) == AT_WORK]
     stuck = late if len(late) == len(last) and set(states.values()) & {AT_WORK, WAITS} else []
-    elsewhere = [rank for rank in range(config.layout.world_size) if rank not in logs] if stuck else []
+    elsewhere = [other for rank in stuck for other in needed(config, rank, last[rank]) if other not in logs]
     silent = late and len(late) == len(last) and at - last[late[-1]]["t"] > LOADING_PATIENCE_S
     culprits = stopped or elsewhere or at_work or stuck or (late if silent else [])
     if not culprits:
@@ -157,6 +157,21 @@ def _state(rank: int, event: Event, config: RunConfig, work: Work) -> str | None
     if kind in ("take", "step", "pad"):
         return AT_WORK
     return WAITS if kind in ("send", "sample") and layout.pp > 1 and not final else None
+
+
+def needed(config: RunConfig, rank: int, last: Event) -> list[int]:
+    """The ranks without which a rank that wrote this event last cannot go on."""
+    layout = config.layout
+    replica, stage, member = layout.place(rank)
+    steps = config.stages()[stage]
+    if last["kind"] == "take" or (last["kind"] in ("step", "pad") and last["step"] != steps[-1]):
+        replicas = range(layout.dp) if layout.fsdp else [replica]
+        return [layout.rank(each, stage, mate) for each in replicas for mate in range(layout.lockstep)]
+    if last["kind"] in ("step", "pad") and stage + 1 < layout.pp:
+        return [layout.rank(replica, stage + 1, member)]
+    if last["kind"] in ("send", "sample", "step", "pad") and stage > 0:
+        return [layout.rank(replica, stage - 1, member)]
+    return list(range(layout.world_size))  # all ranks meet: before the clock, before decoding, at the end
 
 
 def _step_s(own: Sequence[Event]) -> float:

@@ -19,8 +19,14 @@ from vdpp_core.progress import ENDS, position
 
 
 def measured_spans(events: Sequence[Event]) -> list[Span]:
-    """One span for each sample on each rank, warm-up left out, in seconds since the clock started."""
-    zero = min((event["t"] for event in events if event["kind"] == "clock"), default=None)
+    """One span for each sample on each rank, warm-up left out, in seconds since the clock started.
+
+    All ranks start it on leaving one barrier; each machine's time counts from its own start, for their clocks differ.
+    """
+    host = {event["rank"]: event.get("host") for event in events if event["kind"] == "start"}
+    zero: dict[str | None, float] = {}
+    for event in sorted((event for event in events if event["kind"] == "clock"), key=lambda event: event["t"]):
+        zero.setdefault(host.get(event["rank"]), event["t"])
     steps: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event["kind"] == "step" and event["sample"] >= 0:
@@ -29,12 +35,12 @@ def measured_spans(events: Sequence[Event]) -> list[Span]:
         Span(
             rank,
             sample,
-            start=part[0]["t"] - part[0]["seconds"] - zero,
-            end=part[-1]["t"] - zero,
+            start=part[0]["t"] - part[0]["seconds"] - zero[host.get(rank)],
+            end=part[-1]["t"] - zero[host.get(rank)],
             busy=sum(event["seconds"] for event in part),
         )
         for (rank, sample), part in steps.items()
-        if zero is not None
+        if host.get(rank) in zero
     ]
 
 
@@ -58,6 +64,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     events, layout, work = log.events(), config.layout, resuming.work(folder, config)
     finished = {event["sample"] for event in events if event["kind"] == "sample"}
     spans = [span for span in measured_spans(events) if span.sample in finished]
+    whole = len({event["rank"] for event in events}) == layout.world_size  # not on a machine that lost the others
     started = {event["rank"]: event for event in events if event["kind"] == "start"}
     memory = {event["rank"]: event["memory"] for event in events if event["kind"] == "done"}
     sent = {event["rank"]: event["sent_bytes"] / 1e9 for event in events if "sent_bytes" in event}
@@ -73,7 +80,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "latent_shape": list(config.shape),
         "num_samples": config.num_samples,
         "fsdp": layout.fsdp,
-        **(numbers := metrics.numbers(spans, layout)),
+        **(numbers := metrics.numbers(spans, layout) if whole else {"samples_finished": len(finished)}),
         "samples_finished": len(work.kept) + numbers["samples_finished"],
         "resumed": {"attempt": work.attempt, "samples_kept": len(work.kept)} if work.attempt > 1 else None,
         "damaged": log.damaged,
@@ -88,6 +95,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "device": next((event["device"] for event in started.values()), None),
         "dtype": next((event["dtype"] for event in started.values()), None),
         "backend": next((event["backend"] for event in started.values()), None),
+        "hosts": sorted({event["host"] for event in started.values() if "host" in event}),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "hardware": machine.hardware(),
         "versions": machine.versions(),

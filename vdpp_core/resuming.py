@@ -86,9 +86,9 @@ def begin_again(folder: Path) -> list[str]:
         raise ConfigError("run", name, "is being resumed by somebody else") from None
     try:
         files.reserve(folder, runfolder.room(config))
-        for part in ("events", "logs", "job.json", TODO):
-            if (folder / part).exists():
-                (folder / part).rename(aside / part)
+        for path in (folder / "events", folder / "logs", folder / TODO, *folder.glob("job*.json")):
+            if path.exists():
+                path.rename(aside / path.name)
         for part in ("events", "logs", "latents"):
             (folder / part).mkdir(exist_ok=True)
         runfolder.write_atomically(folder / "config.json", config.to_json())

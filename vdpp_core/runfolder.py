@@ -7,15 +7,18 @@ latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by whichever rank decoded it;
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
 result.json      last, atomically, by rank 0; by the launcher or a surviving rank after a failure
-job.json         the launcher's process, where there is one (launch/)
-logs/            what torchrun kept of each rank
+job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
+logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
 todo.json        of a resumed run: what this attempt has to do (resuming.py)
 attempts/N/      of a resumed run: events/, logs/, result.json, job.json and todo.json of attempt N, which ended early
 .reserve         room for the last words on a full disk; goes when the run ends
+
+Of a run over several machines each has a folder; on shared storage that is the same one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -40,6 +43,7 @@ from vdpp_core.files import DamagedError, write_atomically
 
 __all__ = ["Event", "events_paths", "write_atomically"]  # those of others that belong to the folder
 
+PARTS = ("events", "latents", "videos", "logs")
 OUTCOMES = ("ok", "oom", "failed", "stopped")
 _LAST_WORDS = 256 * 1024  # bytes, and those of each sample in a result
 _OF_A_SAMPLE = 100
@@ -96,6 +100,42 @@ def create(config: RunConfig) -> Path:
 def room(config: RunConfig) -> int:
     """Bytes that suffice for the last words of all ranks and the result."""
     return _LAST_WORDS + _OF_A_SAMPLE * config.num_samples
+
+
+def join(config: RunConfig) -> Path:
+    """Make the run folder named by the configuration, unless another machine of this run did so on shared storage.
+
+    Raises:
+        ConfigError: that machine's configuration is another one; or there is something else at that place.
+    """
+    folder = Path(config.output_dir or "").absolute()
+    path, draft = folder / "config.json", folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        if not path.exists():
+            check_place(config)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(draft, config.replace(output_dir=folder).to_json())
+            with contextlib.suppress(FileExistsError):  # of two machines that come here the first one wins
+                path.hardlink_to(draft)
+            draft.unlink()
+        if events_paths(folder) or _launcher_path(folder).exists() or (folder / "result.json").exists():
+            raise ConfigError("output_dir", folder, "exists already: name a new folder or --rdzv-id")
+        theirs = facts(RunConfig.read(folder))
+        for name, value in facts(config).items():
+            if value != theirs[name]:
+                raise ConfigError(name, value, f"must be as on the machine that came first, {theirs[name]}")
+        for part in ("events", "latents", "logs"):
+            (folder / part).mkdir(exist_ok=True)
+        files.reserve(folder, room(config))
+        logs_path(folder).mkdir()  # the name of this machine is taken from now on
+    except OSError as error:
+        raise ConfigError("output_dir", folder, f"must be a folder that can be written ({error.strerror})") from None
+    return folder
+
+
+def facts(config: RunConfig) -> dict[str, Any]:
+    """What is the same on all machines of a run."""
+    return config.model_dump(mode="json", exclude={"output_dir", "parallel"}) | config.layout.model_dump()
 
 
 def save_latents(folder: Path, sample: int, latents: Tensor) -> None:
@@ -174,15 +214,25 @@ def read_object(path: Path, *needed: str) -> dict[str, Any] | None:
     return None
 
 
-def write_launcher(folder: Path, pid: int) -> None:
-    """Record the process that watches over the run and settles it after a bad end."""
+def write_launcher(folder: Path, pid: int, alone: bool = True) -> None:
+    """Record the process that watches over the run, here or `alone`, and settles it after a bad end."""
     facts = {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}
-    write_atomically(folder / "job.json", json.dumps(facts) + "\n")
+    write_atomically(folder / "job.json" if alone else _launcher_path(folder), json.dumps(facts) + "\n")
+
+
+def _launcher_path(folder: Path) -> Path:
+    return folder / f"job-{socket.gethostname()}.json"
 
 
 def read_launcher(folder: Path) -> dict[str, Any] | None:
-    """pid and creation time of that process; None where torchrun was called by hand."""
-    return read_object(folder / "job.json", "pid", "created", "host")
+    """pid and creation time of that process, this machine's where there are several; None where torchrun was called by
+    hand."""
+    paths = [_launcher_path(folder), folder / "job.json", *sorted(folder.glob("job-*.json"))]
+    return next((told for path in paths if (told := read_object(path, "pid", "created", "host"))), None)
+    """pid and creation time of that process, this machine's where there are several; None where torchrun was called by
+    hand."""
+    paths = [_launcher_path(folder), folder / "job.json", *sorted(folder.glob("job-*.json"))]
+    return next((json.loads(path.read_text()) for path in paths if path.exists()), None)
 
 
 def launcher_alive(folder: Path) -> bool:
@@ -191,6 +241,22 @@ def launcher_alive(folder: Path) -> bool:
     if launcher is None:
         return False
     return launcher["host"] != socket.gethostname() or _is_process(launcher["pid"], launcher["created"])
+
+
+def logs_path(folder: Path) -> Path:
+    """Where this machine, one of several, keeps its logs."""
+    return folder / "logs" / socket.gethostname()
+
+
+def logs_of(folder: Path, rank: int) -> str:
+    """A pattern below the folder: where torchrun keeps what a rank printed, by the rank's number on its machine."""
+    if not any(folder.glob("job-*.json")):
+        return f"logs/*/attempt_0/{rank}"
+    host = {event["rank"]: event["host"] for event in read_events(folder) if event["kind"] == "start"}
+    if rank not in host:
+        return "logs/none"
+    first = min(each for each in host if host[each] == host[rank])
+    return f"logs/{host[rank]}/*/attempt_0/{rank - first}"
 
 
 def is_rank(start: Event) -> bool:

@@ -30,6 +30,7 @@ LAYERS = [
         "vdpp_core.measure",
         "vdpp_core.media",
         "vdpp_core.mesh",
+        "vdpp_core.network",
         "vdpp_core.unets",
         "vdpp_core.unets.dummy",
         "vdpp_core.unets.patches",
@@ -78,9 +79,10 @@ LAYERS = [
         "vdpp_core.quality_plots",
         "vdpp_core.trace",
         "vdpp_core.videos",
+        "vdpp_core.waiting",
     },
     {"vdpp_core.assets.judge", "vdpp_core.replay"},
-    {"vdpp_core.costs", "vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
+    {"vdpp_core.costs", "vdpp_core.gathering", "vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
     {"vdpp_core.rates"},
     {"vdpp_core.advice", "vdpp_core.checks"},
     {"vdpp_core.estimates", "vdpp_core.predicting"},
@@ -93,9 +95,10 @@ WITHOUT_RANKS = {
     *("events", "files", "progress", "resuming"),
     *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
     *("advice", "article", "checks", "chrome_trace", "estimates", "planner_plots", "predicting", "tables", "trace"),
+    *("network", "waiting"),
     *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
 }
-OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "guard", "handoff", "mesh", "peers")} | {
+OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "gathering", "guard", "handoff", "mesh", "peers")} | {
     f"vdpp_core.parallel.{name}" for name in ("collectives", "fsdp", "parallelize")
 }
 
