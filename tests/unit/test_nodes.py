@@ -147,7 +147,7 @@ def test_who_waits_for_another_machine(
     for rank, kind, facts in last:
         start = START | {"host": HERE}
         take = {"sample": facts.get("sample", 0)}
-        write_events(folder, rank, (0.0, "start", start), (1.0, "take", take), (2.0, kind, facts))
+        write_events(folder, rank, (0.0, "start", start), (1.0, "take", take), (2.0, kind, {"seconds": 0.0} | facts))
     named = waiting.unheard(folder, 7.0)
     assert named.keys() == blamed.keys()
     for rank, words in named.items():
