@@ -3,8 +3,24 @@
 from launch.gallery import gallery
 from launch.job import Job, attach, jobs, start
 from launch.link import probe
-from launch.panel import sliders
+from launch.panel import panel
+from launch.shown import compare, timeline
+from launch.sliders import sliders
 from launch.sweep import Sweep, sweep
 from launch.watch import watch
 
-__all__ = ["Job", "Sweep", "attach", "gallery", "jobs", "probe", "sliders", "start", "sweep", "watch"]
+__all__ = [
+    "Job",
+    "Sweep",
+    "attach",
+    "compare",
+    "gallery",
+    "jobs",
+    "panel",
+    "probe",
+    "sliders",
+    "start",
+    "sweep",
+    "timeline",
+    "watch",
+]
