@@ -26,7 +26,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "RANKS": [2]},
     "04_planner": {"MODEL": "tiny"},
     "05_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
-    "06_plots": {},
+    "06_lab": {"NUM_FRAMES": 3, "TOTAL_STEPS": 4, "NUM_SAMPLES": 3},
+    "07_plots": {},
 }
 PREDICTING = ["02_fsdp_memory", "03_latency"]  # in test_predicting.py
 FIGURES = {
@@ -51,7 +52,8 @@ FIGURES = {
         "guidance",
         "steps_quality",
     },
-    "06_plots": {"throughput", "latency", "scaling_efficiency"},
+    "06_lab": {"lab_compared", "lab_stopped"},
+    "07_plots": {"throughput", "latency", "scaling_efficiency"},
 }
 AFTERWARDS = {  # a cell that only the tests have
     "04_planner": """
