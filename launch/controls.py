@@ -81,9 +81,10 @@ def _size(config: RunConfig) -> dict[str, int]:
 
 def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
     looks: dict[str, Any] = {
-        "description": name,
+        "description": name.replace("_", "_<wbr>"),
+        "description_allow_html": True,
         "tooltip": field.description or name,
-        "style": {"description_width": "9.6em"},
+        "style": {"description_width": "7.6em"},
         "layout": widgets.Layout(width="auto"),
     }
     choices = DEVICES if name == "device" else [one for one in get_args(field.annotation) if isinstance(one, str)]

@@ -34,12 +34,15 @@ MOST_VIDEOS = 8
 MOST_RUNS = 200
 STYLE = """<style>
 .lab-panel {color: var(--jp-ui-font-color1); font-size: var(--jp-ui-font-size1, 13px); overflow: hidden}
-.lab-panel .lab-controls {display: grid; grid-template-columns: repeat(auto-fill, minmax(228px, 1fr)); gap: 2px 14px}
 .lab-panel .lab-top {display: flex; flex-flow: row wrap; gap: 14px; align-items: flex-start}
-.lab-panel .lab-top > :first-child {flex: 2 1 470px; min-width: 0}
-.lab-panel .lab-top > :last-child {flex: 1 1 240px; min-width: 0}
+.lab-panel .lab-top > :first-child {flex: 2 1 500px; min-width: 0}
+.lab-panel .lab-top > :last-child {flex: 1 1 225px; min-width: 0}
+.lab-panel .lab-controls {display: grid; grid-template-columns: repeat(auto-fill, minmax(228px, 1fr)); gap: 2px 14px}
+.lab-panel .lab-controls .widget-label {white-space: normal; line-height: 1.1; align-self: center}
+.lab-panel .lab-controls .widget-readout {min-width: 0; width: 3.6em; margin: 0 0 0 6px; padding: 0}
 .lab-panel table {border-collapse: collapse; font-variant-numeric: tabular-nums}
-.lab-panel th, .lab-panel td {padding: 2px 8px; text-align: left; vertical-align: top}
+.lab-panel th, .lab-panel td {padding: 3px 10px 3px 0; text-align: left; vertical-align: top; line-height: 1.3}
+.lab-panel th {font-weight: 500}
 .lab-panel tr {border-bottom: 1px solid var(--jp-border-color2)}
 .lab-panel p {margin: 6px 0; line-height: 1.35; overflow-wrap: anywhere}
 .lab-panel .lab-wrong {color: var(--jp-error-color1); font-weight: bold}
