@@ -30,6 +30,7 @@ SLIDERS = {  # what a slider reaches, and its step; all else is typed
 }
 DEVICES = ("auto", "cpu", "cuda", "mps")
 MOST_IN_A_BROWSER = 2**53 - 1  # larger whole numbers are rounded there
+BREAKABLE = "_\u200b"  # a line may end there
 SIZES = ("num_frames", "height", "width")
 
 
@@ -81,8 +82,7 @@ def _size(config: RunConfig) -> dict[str, int]:
 
 def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
     looks: dict[str, Any] = {
-        "description": name.replace("_", "_<wbr>"),
-        "description_allow_html": True,
+        "description": name.replace("_", BREAKABLE),
         "tooltip": field.description or name,
         "style": {"description_width": "7.6em"},
         "layout": widgets.Layout(width="auto"),

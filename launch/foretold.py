@@ -12,7 +12,6 @@ from vdpp_core import machine, memory, rates
 from vdpp_core.advice import Counted
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
-from vdpp_core.limits import GIB
 from vdpp_core.rates import Rates
 
 
@@ -36,11 +35,11 @@ class Foreteller:
         room, there = self.counted.room(config), machine.capacity(config, ranks)
         batch, _, frames, rows, columns = config.shape
         facts = {
-            "layout": f"{config.layout}, {ranks} rank{'s' * (ranks > 1)}",
+            "layout": f"{config.layout}" + f" on {ranks} ranks" * (ranks > 1),
             "steps of the stages": ", ".join(str(len(steps)) for steps in config.stages()),
             "latents": f"{f'{batch} × ' * (batch > 1)}{frames} × {rows} × {columns}",
             "memory of a rank": f"{room.peak / 1e9:.3g} GB",
-            "with allowances": f"{room.needed / GIB:.3g} GiB of {there / GIB:.3g} there",
+            "with allowances": f"{room.needed / 1e9:.3g} of {there / 1e9:.3g} GB",
         }
         known = self._rates(config, runs)
         source = "no run here tells the seconds of this model, device, type and number of threads yet"

@@ -38,7 +38,7 @@ STYLE = """<style>
 .lab-panel .lab-top > :first-child {flex: 2 1 500px; min-width: 0}
 .lab-panel .lab-top > :last-child {flex: 1 1 225px; min-width: 0}
 .lab-panel .lab-controls {display: grid; grid-template-columns: repeat(auto-fill, minmax(228px, 1fr)); gap: 2px 14px}
-.lab-panel .lab-controls .widget-label {white-space: normal; line-height: 1.1; align-self: center}
+.lab-panel .lab-controls .widget-label {white-space: normal; height: auto; line-height: 1.1; align-self: center}
 .lab-panel .lab-controls .widget-readout {min-width: 0; width: 3.6em; margin: 0 0 0 6px; padding: 0}
 .lab-panel table {border-collapse: collapse; font-variant-numeric: tabular-nums}
 .lab-panel th, .lab-panel td {padding: 3px 10px 3px 0; text-align: left; vertical-align: top; line-height: 1.3}
@@ -50,7 +50,15 @@ STYLE = """<style>
 .lab-panel pre {white-space: pre-wrap; overflow-wrap: anywhere; max-height: 16em; overflow-y: auto; margin: 0;
   background: var(--jp-layout-color2); color: var(--jp-content-font-color1); padding: 6px; line-height: 1.3}
 .lab-panel :focus-visible {outline: 2px solid var(--jp-brand-color1); outline-offset: 1px}
+@keyframes lab-shown {from {opacity: 0}}
+.lab-panel .lab-keys {animation: lab-shown 1ms}
 </style>"""
+# JupyterLab takes the arrow keys of lists and menus for its own, to go from cell to cell, where this attribute does not
+# say that they are not meant for it; from Python only classes can be set, so the page does it when the panel is shown.
+KEYS = (
+    '<i class="lab-keys" onanimationstart="'
+    "this.closest('.lab-panel')?.setAttribute('data-lm-suppress-shortcuts', '')\"></i>"
+)
 _latest: Panel | None = None
 
 
@@ -126,7 +134,8 @@ class Panel(widgets.VBox):
         self.worker.start()
 
     def _button(self, name: str, tooltip: str, act: Callable[[], None]) -> widgets.Button:
-        button = widgets.Button(description=name, tooltip=tooltip, disabled=True, layout=widgets.Layout(width="auto"))
+        look = {"button_style": "primary" if name == "Run" else "", "layout": widgets.Layout(width="auto")}
+        button = widgets.Button(description=name, tooltip=tooltip, disabled=True, **look)
 
         def pressed(_: Any) -> None:
             button.disabled = True
@@ -139,11 +148,12 @@ class Panel(widgets.VBox):
     def _parts(self) -> list[widgets.Widget]:
         side = [widgets.HTML("<b>foretold</b>"), self.foretold, widgets.HBox([*self.buttons.values()]), self.message]
         self.foretold.add_class("lab-foretold")
+        self.table.add_class("lab-scroll")
         self.runs.tooltip = "one run: show it; several: compare them"
         heading = widgets.HTML("<b>runs</b>, the newest first; Shift or Ctrl chooses several, to compare them")
         top = widgets.Box([self.controls.box, widgets.VBox(side)]).add_class("lab-top")
         shown = [self.progress, self.table, self.picture, self.videos, self.rank, self.tail]
-        return [widgets.HTML(STYLE), top, heading, self.runs, *shown]
+        return [widgets.HTML(STYLE + KEYS), top, heading, self.runs, *shown]
 
     def close(self) -> None:
         """Take the panel away; runs go on."""

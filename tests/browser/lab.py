@@ -20,7 +20,7 @@ CHROMIUM = shutil.which("chromium")
 NEEDED = bool(os.environ.get("VDPP_NEEDS_BROWSER"))  # then its absence is a failure, not a reason to skip
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync"]
-WINDOW = {"width": 1200, "height": 1000}
+WINDOW = {"width": 1200, "height": 2000}  # high enough for a screenshot of all of a panel
 PATIENCE_S = 120.0  # for anything that a quiet machine does in seconds
 
 
@@ -74,6 +74,7 @@ class Lab:
         """JupyterLab Light or JupyterLab Dark."""
         self.page.evaluate("theme => jupyterapp.commands.execute('apputils:change-theme', {theme})", name)
         self.wait(f"document.body.dataset.jpThemeName === {json.dumps(name)}")
+        self.wait("!document.querySelector('#jupyterlab-splash')")
 
 
 def needs_browser() -> None:

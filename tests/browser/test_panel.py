@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Locator, expect
 
+from launch.controls import BREAKABLE
 from tests.browser.lab import PATIENCE_S, Lab
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
@@ -58,7 +59,7 @@ def button(panel: Locator, name: str) -> Locator:
 
 
 def handle(panel: Locator, name: str) -> Locator:
-    label = panel.page.locator(".widget-label", has_text=re.compile(f"^{name}$"))
+    label = panel.page.locator(".widget-label", has_text=re.compile(f"^{name.replace('_', BREAKABLE)}$"))
     return panel.locator(".widget-slider").filter(has=label).locator(".noUi-handle")
 
 
@@ -122,7 +123,7 @@ def test_a_run_outlives_page_and_kernel_and_is_stopped_and_compared(show):
     for name in ("total_steps", "num_samples"):
         handle(panel, name).focus()
         keys.press("End")
-    expect(panel.locator(".lab-foretold")).to_contain_text("2 ranks")
+    expect(panel.locator(".lab-foretold")).to_contain_text("pp 2 on 2 ranks")
     expect(panel.locator(".lab-foretold")).to_contain_text("50, 50")
     expect(button(panel, "Run")).to_be_enabled()
     button(panel, "Run").focus()
@@ -151,7 +152,7 @@ def test_a_run_outlives_page_and_kernel_and_is_stopped_and_compared(show):
     panel.locator("select[multiple]").focus()
     keys.press("Home")
     keys.press("Shift+ArrowDown")
-    expect(panel.locator(".lab-scroll thead th")).to_have_count(3)
+    expect(panel.locator(".lab-scroll thead th")).to_have_count(1 + 2)
     picture_loaded(lab)
     screenshots(lab, panel, "compared")
     assert overflowing(panel) == []
