@@ -58,7 +58,7 @@ def _run(run_id: str, progress: dict[str, Any]) -> str:
 
 def _bar(name: str, share: float, words: str) -> str:
     return (
-        '<div style="font-family:monospace;font-size:12px;display:flex;gap:8px;white-space:nowrap">'
+        '<div style="font-family:monospace;font-size:12px;display:flex;gap:8px;align-items:center;white-space:nowrap">'
         f'<span style="flex:0 0 25em;overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>'
         f'<progress aria-label="{escape(name)}" value="{share:.3f}" max="1" style="flex:0 0 11em"></progress>'
         f"<span>{escape(words)}</span></div>"

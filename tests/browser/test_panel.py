@@ -90,7 +90,7 @@ def test_a_slider_moved_by_keyboard_draws_another_figure(show):
     expect(lab.page.locator(".widget-readout")).to_have_text("3")
 
 
-def test_a_run_is_described_foretold_started_and_shown_by_keyboard(show):
+def test_runs_are_described_foretold_started_shown_and_compared_by_keyboard(show):
     lab = show(PANEL)
     panel, keys = lab.page.locator(".lab-panel"), lab.page.keyboard
     run = button(panel, "Run")
@@ -116,8 +116,21 @@ def test_a_run_is_described_foretold_started_and_shown_by_keyboard(show):
     screenshots(lab, panel, "finished")
     assert overflowing(panel) == []
 
+    button(panel, "Run").focus()
+    keys.press("Space")
+    goes_on = panel.locator("select[multiple] option", has_text="goes on")
+    expect(goes_on).to_have_count(1)
+    expect(goes_on).to_have_count(0)
+    panel.locator("select[multiple]").focus()
+    keys.press("Home")
+    keys.press("Shift+ArrowDown")
+    expect(panel.locator(".lab-scroll thead th")).to_have_count(1 + 2)
+    picture_loaded(lab)
+    screenshots(lab, panel, "compared")
+    assert overflowing(panel) == []
 
-def test_a_run_outlives_page_and_kernel_and_is_stopped_and_compared(show):
+
+def test_a_run_outlives_page_and_kernel_and_is_stopped(show):
     lab = show(PANEL)
     panel, keys = lab.page.locator(".lab-panel"), lab.page.keyboard
     for name in ("total_steps", "num_samples"):
@@ -148,14 +161,6 @@ def test_a_run_outlives_page_and_kernel_and_is_stopped_and_compared(show):
     expect(panel).to_contain_text(re.compile(r"stopped, \d+ of 64 samples"))
     expect(button(panel, "Stop")).to_be_disabled()
     screenshots(lab, panel, "stopped")
-
-    panel.locator("select[multiple]").focus()
-    keys.press("Home")
-    keys.press("Shift+ArrowDown")
-    expect(panel.locator(".lab-scroll thead th")).to_have_count(1 + 2)
-    picture_loaded(lab)
-    screenshots(lab, panel, "compared")
-    assert overflowing(panel) == []
 
 
 def further(lab: Lab) -> None:
