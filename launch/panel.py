@@ -53,12 +53,11 @@ STYLE = """<style>
 @keyframes lab-shown {from {opacity: 0}}
 .lab-panel .lab-keys {animation: lab-shown 1ms}
 </style>"""
-# JupyterLab takes the arrow keys of lists and menus for its own, to go from cell to cell, where this attribute does not
-# say that they are not meant for it; from Python only classes can be set, so the page does it when the panel is shown.
-KEYS = (
-    '<i class="lab-keys" onanimationstart="'
-    "this.closest('.lab-panel')?.setAttribute('data-lm-suppress-shortcuts', '')\"></i>"
-)
+# JupyterLab takes arrow keys for its own, to go from cell to cell, unless the very element that has the focus carries
+# an attribute. From Python only classes can be set, so the page does it, once the panel is shown.
+KEYS = """<i class="lab-keys" onanimationstart="this.closest('.lab-panel')?.addEventListener('focusin', event => {
+  if (event.target.matches('select, [role=slider]')) event.target.setAttribute('data-lm-suppress-shortcuts', '')
+})"></i>"""
 _latest: Panel | None = None
 
 

@@ -59,8 +59,11 @@ def button(panel: Locator, name: str) -> Locator:
 
 
 def handle(panel: Locator, name: str) -> Locator:
-    label = panel.page.locator(".widget-label", has_text=re.compile(f"^{name.replace('_', BREAKABLE)}$"))
-    return panel.locator(".widget-slider").filter(has=label).locator(".noUi-handle")
+    return panel.locator(".widget-slider").filter(has=label(panel, name)).locator(".noUi-handle")
+
+
+def label(panel: Locator, name: str) -> Locator:
+    return panel.page.locator(".widget-label", has_text=re.compile(f"^{name.replace('_', BREAKABLE)}$"))
 
 
 def picture_loaded(lab: Lab, besides: str = "") -> str:
@@ -107,6 +110,10 @@ def test_runs_are_described_foretold_started_shown_and_compared_by_keyboard(show
     keys.press("Home")
     expect(run).to_be_enabled()
 
+    menu = panel.locator(".widget-dropdown").filter(has=label(panel, "guidance_mode")).locator("select")
+    menu.focus()
+    keys.press("ArrowDown")
+    expect(menu).to_have_value("sequential")
     assert {"Run", "command", "image", "seed", "cfg", "fsdp", "threads"} <= reached_by_tab(lab, panel, until="Run")
     keys.press("Enter")
     expect(panel).to_contain_text("ok, 2 of 2 samples")
