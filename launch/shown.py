@@ -11,6 +11,7 @@ from launch.job import Job
 from vdpp_core import results, runfolder, tables
 from vdpp_core.config import RunConfig
 
+MOST_SAMPLES = 100  # that can be told apart
 COMPARED = (
     *("layout", "model", "total_steps", "num_samples", "outcome", "makespan_s", "predicted_makespan_s"),
     *("latency_s", "predicted_latency_s", "interval_s", "predicted_interval_s", "samples_per_s", "bubble"),
@@ -29,18 +30,24 @@ def compare(jobs: Sequence[Job]) -> pd.DataFrame:
 
 
 def timeline(jobs: Sequence[Job]) -> Figure | None:
-    """What each rank did when, a panel a run, on one time axis; None where no sample got so far."""
+    """What each rank did when, a panel a run, on one time axis; None where no sample got so far.
+
+    Of long runs the first MOST_SAMPLES samples.
+    """
     from vdpp_core import plots  # a second that no run in the background needs
 
     panels, ends = [], {}
     for job in jobs:
         config, spans = RunConfig.read(job.folder), results.measured_spans(runfolder.read_events(job.folder))
-        if spans:
+        shown = [span for span in spans if span.sample < MOST_SAMPLES]
+        if shown:
             ends[job.folder] = max(span.end for span in spans), str(config.layout)
-            caption = f"{job.run_id}: {config.num_samples} samples of {config.total_steps} steps"
-            panels.append((caption, spans, config.layout))
+            first = f", the first {MOST_SAMPLES}" * (len(shown) < len(spans))
+            caption = f"{job.run_id}: {config.num_samples} samples of {config.total_steps} steps{first}"
+            panels.append((caption, shown, config.layout))
     if not panels:
         return None
-    soonest, last = min(ends.values()), max(ends.values())
-    title = f"{soonest[1]}: {soonest[0]:.1f} s" + f" to {last[1]}: {last[0]:.1f} s" * (len(panels) > 1)
-    return plots.gantt(panels, title, tables.source(list(ends)))
+    (soonest, layout), (last, other) = min(ends.values()), max(ends.values())
+    one = f"{layout}: {last:.3g} s until its last step"
+    several = f"{len(panels)} runs: {layout} is done after {soonest:.3g} s, {other} after {last:.3g} s"
+    return plots.gantt(panels, several if len(panels) > 1 else one, tables.source(list(ends)))
