@@ -176,7 +176,7 @@ class Panel(widgets.VBox):
         goes_on = any(self.outcomes.get(job.folder) is None for job in self.chosen)
         self.buttons["Run"].disabled = goes_on or not self.possible
         self.buttons["Stop"].disabled = not goes_on
-        bad = len(self.chosen) == 1 and not goes_on and self.outcomes[self.chosen[0].folder] != "ok"
+        bad = len(self.chosen) == 1 and not goes_on and self.outcomes.get(self.chosen[0].folder) != "ok"
         self.buttons["Resume"].disabled = not bad
         self.buttons["Resume"].layout.display = None if bad and hasattr(Job, "resume") else "none"
 
@@ -286,7 +286,10 @@ def _outcome(job: Job) -> str | None:
 def _failure(job: Job) -> str:
     """Why a run ended badly."""
     failure = (runfolder.read_result(job.folder) or {}).get("failure")
-    return _words(f"{job.run_id}: rank {failure['rank']}: {failure['cause']}", wrong=True) if failure else ""
+    if not failure:
+        return ""
+    where = [f"{name} {failure[name]}" for name in ("rank", "sample", "step") if failure[name] is not None]
+    return _words(f"{', '.join([job.run_id, *where])}: {failure['cause']}", wrong=True)
 
 
 def _words(words: str, wrong: bool = False) -> str:

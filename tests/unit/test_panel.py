@@ -120,6 +120,17 @@ def test_runs_are_listed_shown_and_compared_also_damaged_ones(panel: Panel, tmp_
     assert set(panel.runs.value) == {first, second}
 
 
+def test_a_failed_run_says_which_rank_where_and_why(panel: Panel, tmp_path: Path, write_events):
+    folder = runfolder.create(SHORT.replace(output_dir=tmp_path / "runs" / "failed"))
+    start = {"host": "elsewhere", "pid": 1, "created": 0, "device": "cpu", "dtype": "float32", "backend": "gloo"}
+    step = {"sample": 0, "step": 0, "seconds": 0.1}
+    write_events(folder, 0, (0.0, "start", start | {"threads": 1}), (1.0, "clock", {}), (1.1, "step", step))
+    results.settle(folder, {0: "killed by SIGKILL"})
+    panel.refresh([folder])
+    assert "failed, rank 0, sample 0, step 1: killed by SIGKILL" in panel.progress.value
+    assert panel.buttons["Stop"].disabled
+
+
 def test_one_panel_at_a_time_and_errors_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     first = launch.panel(SHORT)
