@@ -19,12 +19,12 @@ def watch(job: Job | Sweep) -> Any:
 
     Interrupting the cell stops watching, not the job: `launch.attach(run_id)` finds it again.
     """
-    view = display(HTML(_page(job)), display_id=True)
+    view = display(HTML(page(job)), display_id=True)
     while not _ended(job):
         time.sleep(REFRESH_S)
-        view.update(HTML(_page(job)))
+        view.update(HTML(page(job)))
     result = job.wait()
-    view.update(HTML(_page(job)))
+    view.update(HTML(page(job)))
     return result
 
 
@@ -32,7 +32,8 @@ def _ended(job: Job | Sweep) -> bool:
     return (job.jobs[-1] if isinstance(job, Sweep) else job).outcome() is not None
 
 
-def _page(job: Job | Sweep) -> str:
+def page(job: Job | Sweep) -> str:
+    """How far a job or sweep is, as HTML: a bar for the run, and one for each rank."""
     progress = job.progress()
     if isinstance(job, Sweep):
         total = progress["num_runs"]
@@ -59,7 +60,8 @@ def _run(run_id: str, progress: dict[str, Any]) -> str:
 
 def _bar(name: str, share: float, words: str) -> str:
     return (
-        '<div style="font-family:monospace;font-size:12px;display:flex;gap:8px;align-items:center">'
-        f'<span style="width:24em;overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>'
-        f'<progress value="{share:.3f}" max="1" style="width:16em"></progress><span>{escape(words)}</span></div>'
+        '<div style="font-family:monospace;font-size:12px;display:flex;gap:8px;align-items:center;white-space:nowrap">'
+        f'<span style="flex:0 0 25em;overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>'
+        f'<progress aria-label="{escape(name)}" value="{share:.3f}" max="1" style="flex:0 0 11em"></progress>'
+        f"<span>{escape(words)}</span></div>"
     )

@@ -1,4 +1,5 @@
-"""Notebooks executed with small parameters. Their tests lie in two files, which can run side by side."""
+"""Notebooks executed with small parameters, in a browser where there is one: so they also show that every notebook
+runs in JupyterLab, from its first cell to its last. Their tests lie in two files, which can run side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ from typing import Any
 import nbformat
 import papermill
 import pytest
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 
 from launch import pages
+from tests.browser.lab import CHROMIUM, NEEDED, Lab, lab
+
+__all__ = ["lab"]  # a fixture
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SMALL: dict[str, dict[str, Any]] = {
@@ -26,7 +32,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "RANKS": [2]},
     "04_planner": {"MODEL": "tiny"},
     "05_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
-    "06_plots": {},
+    "06_lab": {"NUM_FRAMES": 3, "TOTAL_STEPS": 4, "NUM_SAMPLES": 3},
+    "07_plots": {},
 }
 PREDICTING = ["02_fsdp_memory", "03_latency"]  # in test_predicting.py
 FIGURES = {
@@ -51,7 +58,8 @@ FIGURES = {
         "guidance",
         "steps_quality",
     },
-    "06_plots": {"throughput", "latency", "scaling_efficiency"},
+    "06_lab": {"lab_compared", "lab_stopped"},
+    "07_plots": {"throughput", "latency", "scaling_efficiency"},
 }
 AFTERWARDS = {  # a cell that only the tests have
     "04_planner": """
@@ -77,23 +85,41 @@ def read(path: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """executed(name): a notebook run with small parameters; its runs lie in a folder of their own."""
-    work = tmp_path_factory.mktemp("notebooks")
+    lab: Lab | None = request.getfixturevalue("lab") if CHROMIUM or NEEDED else None
+    work = lab.root if lab else tmp_path_factory.mktemp("notebooks")
     known: dict[str, Any] = {}
 
     def run(name: str) -> Any:
         if name not in known:
             out = work / f"{name}.ipynb"
-            book = read(next(path for path in NOTEBOOKS if path.stem == name))
+            path = next(path for path in NOTEBOOKS if path.stem == name)
+            book = parameterize_notebook(load_notebook_node(str(path)), SMALL[name])
             if name in AFTERWARDS:
                 book.cells.append(nbformat.v4.new_code_cell(AFTERWARDS[name]))
             nbformat.write(book, out)
-            papermill.execute_notebook(out, out, SMALL[name], cwd=work, progress_bar=False, kernel_name="python3")
+            if lab:
+                _in_browser(lab, out)
+            else:
+                papermill.execute_notebook(out, out, cwd=work, progress_bar=False, kernel_name="python3")
             known[name] = read(out)
         return known[name]
 
     return run
+
+
+def _in_browser(lab: Lab, path: Path) -> None:
+    """Run all cells of a notebook and save it; AssertionError with what a cell failed of."""
+    lab.open(path.name)
+    try:
+        lab.run_all(seconds=540)
+    finally:
+        lab.close()
+    code = [cell for cell in read(path).cells if cell.cell_type == "code"]
+    failed = [out.traceback for cell in code for out in cell.outputs if out.output_type == "error"]
+    assert not failed, "\n".join(failed[0])
+    assert all(cell.execution_count for cell in code)
 
 
 def texts(book: Any) -> str:

@@ -34,13 +34,15 @@ def test_every_slider_cell_is_followed_by_a_static_figure_of_the_same_function(p
             function = re.search(r"launch\.sliders\(\s*(\w+)", source)
             assert function is not None
             assert f"{function[1]}(" in following
+        if "launch.panel(" in source:
+            assert "launch.compare(" in following
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in PREDICTING])
 def test_executes_and_renders_to_a_page_that_needs_no_network(
     executed: Callable[[str], Any], name: str, tmp_path: Path
 ):
-    if name == "06_plots":
+    if name == "07_plots":
         executed("01_pipeline_vs_data_parallel")  # its sweep is what the plots show
     assert_renders(executed(name), name, tmp_path)
 
@@ -90,3 +92,11 @@ def test_the_planner_foretells_published_times_and_runs_that_are_here(executed: 
     assert "error of the makespan, median" in shown
     assert "47 figures, 20 hold" in shown
     assert "<td>9.33</td>" in shown  # a corrected bound
+
+
+def test_the_lab_runs_what_its_panel_would_and_foretells_one_layout_from_another(executed: Callable[[str], Any]):
+    shown = texts(executed("06_lab"))
+    assert "no run here tells the seconds" in shown
+    assert "seconds: measured: run " in shown
+    assert re.search(r"<th>outcome</th>\s*<td>ok</td>\s*<td>ok</td>\s*<td>stopped</td>", shown)
+    assert re.search(r"stopped after [1-9]\d* of 10000 samples", shown)

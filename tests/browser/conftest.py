@@ -1,0 +1,5 @@
+"""The fixtures of the browser tests."""
+
+from tests.browser.lab import lab
+
+__all__ = ["lab"]
