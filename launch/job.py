@@ -122,6 +122,8 @@ class Job:
 
     def _settled(self) -> dict[str, Any] | None:
         result = runfolder.read_result(self.folder)
+        if result is None and (self.folder / "result.json").exists():  # it was there, and is damaged
+            return results.settle(self.folder)
         if result is None and runfolder.read_launcher(self.folder) is None:  # started by hand, or about to start
             return results.settle(self.folder) if results.all_ended(self.folder) else None
         if result is None and not runfolder.launcher_alive(self.folder):

@@ -178,7 +178,7 @@ class Panel(widgets.VBox):
         self.buttons["Stop"].disabled = not goes_on
         bad = len(self.chosen) == 1 and not goes_on and self.outcomes.get(self.chosen[0].folder) != "ok"
         self.buttons["Resume"].disabled = not bad
-        self.buttons["Resume"].layout.display = None if bad and hasattr(Job, "resume") else "none"
+        self.buttons["Resume"].layout.display = None if bad else "none"
 
     def _foretell(self) -> None:
         """By the worker: prediction, or why the run cannot be."""
@@ -217,8 +217,13 @@ class Panel(widgets.VBox):
 
     def _resume(self) -> None:
         """By the worker."""
-        self.chosen[0].resume()  # type: ignore[attr-defined]
-        self.say("")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is damaged is made again
+                self.chosen[0].resume()
+            self.say("")
+        except ConfigError as error:
+            self.say(str(error), wrong=True)
         self.refresh()
 
     def _going_on(self) -> list[Path]:

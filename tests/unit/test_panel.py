@@ -108,7 +108,7 @@ def test_runs_are_listed_shown_and_compared_also_damaged_ones(panel: Panel, tmp_
     )
     (runfolder.create(SHORT.replace(output_dir=tmp_path / "runs" / "c")) / "result.json").write_text("{")
     panel.refresh([first])
-    assert {label for label, _ in panel.runs.options} == {"a: ok", "b: ok", "c: damaged"}
+    assert {label for label, _ in panel.runs.options} == {"a: ok", "b: ok", "c: stopped"}
     assert "makespan_s" in panel.table.value
     before = bytes(panel.picture.value)
     assert before.startswith(b"\x89PNG")
