@@ -19,9 +19,11 @@ from vdpp_core.errors import ConfigError
 from vdpp_core.layout import AXES, Parallel
 
 LAYOUTS = (*AXES, "fsdp")
+MOST_LINES = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    cli.speak_anywhere()
     arguments = _parser().parse_args(argv)
     warnings.showwarning = lambda message, *_: cli.warn([str(message)])
     try:
@@ -40,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     starting = action("start", _start, "start a run and return at once")
-    starting.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this machine")
+    starting.add_argument("--nproc", metavar="N", help="ranks on this machine")
     cli.add_run_commands(starting)
 
     sweeping = action("sweep", _sweep, "run numbers of ranks and layouts one after another; print the table")
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar=",".join(LAYOUTS),
         help="which of step pipeline, data parallel, guidance (times frames above 2 ranks), frames, sharded",
     )
-    sweeping.add_argument("--repeats", type=int, default=1, metavar="N", help="times each, interleaved")
+    sweeping.add_argument("--repeats", metavar="N", help="times each, interleaved")
     cli.add_run_commands(sweeping)
 
     showing = action("status", _status, "how far runs are")
@@ -59,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     showing.add_argument("--json", action="store_true", help="print JSON")
     tailing = action("tail", _tail, "the last lines that a rank wrote")
     tailing.add_argument("run")
-    tailing.add_argument("--rank", type=int, default=0)
-    tailing.add_argument("--lines", type=int, default=20)
+    tailing.add_argument("--rank", metavar="N", help="default: 0")
+    tailing.add_argument("--lines", metavar="N", help="default: 20")
     action("report", _report, "execute the notebooks and render them into figures/reports")
     stopping = action("stop", _stop, "end a run or a sweep; finished samples stay")
     stopping.add_argument("run")
@@ -68,9 +70,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start(arguments: argparse.Namespace) -> None:
-    if arguments.nproc < 1:
-        raise ConfigError("nproc", arguments.nproc, "must be at least 1")
-    job = start(cli.run_config(arguments, arguments.nproc), arguments.nproc)
+    nproc = cli.whole_number("nproc", arguments.nproc, 1)
+    job = start(cli.run_config(arguments, nproc), nproc)
     print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id)
 
 
@@ -79,7 +80,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         if given := getattr(arguments, axis):
             raise ConfigError(axis, given, f"not in a sweep, which takes --ranks and --layouts {axis}")
     configs = _layouts(arguments, _whole_numbers("ranks", arguments.ranks))
-    running = sweep(configs, arguments.repeats)
+    running = sweep(configs, cli.whole_number("repeats", arguments.repeats, 1))
     print(f"sweep {running.run_id}: {len(running.runs)} runs", file=sys.stderr)
     try:
         for number, job in enumerate(running.jobs, start=1):
@@ -95,10 +96,10 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise ConfigError(name, text, "must be whole numbers of at least 1, separated by commas")
-    return [int(part) for part in parts]
+    try:
+        return [cli.whole_number(name, part, 1) for part in text.split(",")]
+    except ConfigError as error:
+        raise ConfigError(name, text, error.allowed.replace("a whole number", "whole numbers, each")) from None
 
 
 def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunConfig]:
@@ -153,7 +154,8 @@ def _tail(arguments: argparse.Namespace) -> None:
     job = attach(arguments.run)
     if isinstance(job, Sweep):
         raise ConfigError("run", arguments.run, "must be a run, not a sweep")
-    print(job.tail(arguments.rank, arguments.lines))
+    rank = cli.whole_number("rank", arguments.rank, 0, most=RunConfig.read(job.folder).layout.world_size - 1, least=0)
+    print(job.tail(rank, cli.whole_number("lines", arguments.lines, 20, most=MOST_LINES)))
 
 
 def _stop(arguments: argparse.Namespace) -> None:

@@ -61,10 +61,10 @@ def report(notebooks: Path = PROJECT / "notebooks", figures: Path = PROJECT / "f
         began = time.monotonic()
         error = _execute(book, path, f"[{number + 1}/{len(books)}] {path.stem}", number, clock)
         done.append(Done(path, _title(book, path), time.monotonic() - began, error))
-        (pages / f"{path.stem}.html").write_text(render(book, done[-1].title))
+        (pages / f"{path.stem}.html").write_text(render(book, done[-1].title), encoding="utf-8")
         save_figures(book, figures)
         print(f"    {error or 'ok'}, {done[-1].seconds:.0f} s", flush=True)
-    (pages / "index.html").write_text(_index(done, figures))
+    (pages / "index.html").write_text(_index(done, figures), encoding="utf-8")
     print(f"report: {(pages / 'index.html').as_uri()}")
     return done
 

@@ -25,6 +25,7 @@ PEERS = "diffusers, accelerate, torch's pipelining and ours, side by side on the
 
 
 def main(argv: list[str] | None = None) -> None:
+    cli.speak_anywhere()
     argv = sys.argv[1:] if argv is None else argv
     arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
     try:
@@ -124,6 +125,9 @@ def _wanted(arguments: argparse.Namespace, ranks: Ranks, alone: int) -> tuple[in
 
 
 def _each_once(folders: list[Path]) -> None:
+    for folder in folders:
+        if not runfolder.holds(folder, "config.json"):
+            raise ConfigError("folder", folder, "must be a run folder, it has no config.json")
     places = [folder.resolve() for folder in folders]
     for place in places:
         if places.count(place) > 1:
@@ -132,8 +136,6 @@ def _each_once(folders: list[Path]) -> None:
 
 def _prepared(folder: Path, ranks: Ranks) -> Path:
     """A run folder that was made for so many ranks and was not run before."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError("folder", folder, "must be a run folder, it has no config.json")
     needed = (RunConfig.read(folder).parallel or Parallel()).world_size
     if needed != ranks.world_size:
         raise ConfigError("folder", folder, f"was made for {needed} ranks, not {ranks.world_size}")

@@ -100,7 +100,7 @@ def weights_in_cache(repository: str = str(MODELS["svd"])) -> bool:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -192,7 +192,7 @@ def check_model(config: RunConfig) -> None:
         if not settings.is_file():
             raise ConfigError(argument, config.source, f"must be a pipeline's folder, it has no {name}")
         try:
-            found = json.loads(settings.read_text()).get("_class_name", kind)
+            found = json.loads(settings.read_bytes()).get("_class_name", kind)
         except (ValueError, AttributeError):
             raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
         if found != kind:

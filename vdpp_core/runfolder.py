@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -37,9 +38,17 @@ def runs_root() -> Path:
     return (project if inside else here) / "runs"
 
 
+def holds(folder: Path, name: str) -> bool:
+    """Whether there is such a folder, with such a file."""
+    try:
+        return (folder / name).is_file()
+    except OSError:  # no name that a file could have
+        return False
+
+
 def new_run_id(config: RunConfig) -> str:
     layout = str(config.parallel or "").replace(" × ", "-").replace(" ", "")
-    model = Path(config.model_id).name if config.model_id else config.model
+    model = re.sub(r"[^\w.-]", "_", Path(config.model_id).name)[:40] if config.model_id else config.model
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), config.command, model, layout, secrets.token_hex(2)])
 
 
@@ -80,7 +89,7 @@ def create(config: RunConfig) -> Path:
 def write_atomically(path: Path, text: str) -> None:
     """All of it or nothing, also when the process dies in the middle."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with draft.open("w") as file:
+    with draft.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -133,8 +142,7 @@ def silence_s(folder: Path) -> float:
 
 def read_result(folder: Path) -> dict[str, Any] | None:
     """result.json, or None while there is none."""
-    path = folder / "result.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return _read_json(folder / "result.json", "outcome")
 
 
 def write_launcher(folder: Path, pid: int) -> None:
@@ -145,8 +153,24 @@ def write_launcher(folder: Path, pid: int) -> None:
 
 def read_launcher(folder: Path) -> dict[str, Any] | None:
     """pid and creation time of that process; None where torchrun was called by hand."""
-    path = folder / "job.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return _read_json(folder / "job.json", "pid", "created", "host")
+
+
+def _read_json(path: Path, *names: str) -> dict[str, Any] | None:
+    """What a file that is written whole says; None while there is none.
+
+    Raises:
+        ConfigError: it is damaged, or one of the names is not in it.
+    """
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= set(names):
+        raise ConfigError("folder", path.parent, f"must have whole JSON in {path.name}")
+    return found
 
 
 def launcher_alive(folder: Path) -> bool:
