@@ -129,15 +129,15 @@ def save_figures(book: Any, folder: Path) -> list[Path]:
 
 def _picture(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
-    image = f'<img src="data:image/png;base64,{data}" alt="{path.stem}">'
-    return f"<figure>{image}<figcaption>{path.name}</figcaption></figure>"
+    image = f'<img src="data:image/png;base64,{data}" alt="{html.escape(path.stem)}">'
+    return f"<figure>{image}<figcaption>{html.escape(path.name)}</figcaption></figure>"
 
 
 def _index(done: list[Done], figures: Path) -> str:
     rows = []
     for book in done:
         mark = f"<b>{html.escape(book.error)}</b>" if book.error else "ok"
-        link = f'<a href="{book.path.stem}.html">{html.escape(book.title)}</a>'
+        link = f'<a href="{html.escape(book.path.stem)}.html">{html.escape(book.title)}</a>'
         rows.append(f"<tr><td>{link}</td><td>{mark}</td><td>{book.seconds:.0f} s</td></tr>")
     shown = "".join(_picture(path) for path in sorted(figures.glob("*.png")))
     date = time.strftime("%Y-%m-%d %H:%M")

@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from launch.job import end_ranks
 from launch.sweep import Sweep
-from vdpp_core import results, runfolder
+from vdpp_core import loopback, results, runfolder
 from vdpp_core.config import RunConfig
 
 LAST_WORDS_S = 5.0  # after a rank's last word, for the others to have theirs
@@ -68,9 +68,8 @@ def supervise(folder: Path) -> dict[str, Any]:
         max_nodes=1,
         nproc_per_node=config.layout.world_size,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=loopback.BACKEND,
+        local_addr=loopback.ADDRESS,
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),

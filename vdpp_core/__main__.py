@@ -150,7 +150,7 @@ def _not_run_before(folder: Path) -> str:
 
 
 def _become_torchrun(ranks: int, argv: list[str]) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    torchrun = ["-m", "vdpp_core.loopback", f"--nproc_per_node={ranks}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "vdpp_core", *argv])
 
 

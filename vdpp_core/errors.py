@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 MOST_SHOWN = 200  # characters of a value
+SECRET = re.compile(r"hf_\w{16,}|(?<=//)[^/@\s]*(?=@)")  # a token of the hub; what a URL has of a user and password
 
 
 class ConfigError(ValueError):
@@ -30,8 +32,9 @@ def _shown(value: Any) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """Text as it can be printed anywhere: white space is a blank, and no terminal obeys it."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(text.split()))
+    """Text as it can be printed anywhere: white space is a blank, no terminal obeys it, and it gives no token away."""
+    told = SECRET.sub("…", " ".join(text.split()))
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in told)
 
 
 def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
