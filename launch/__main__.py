@@ -21,9 +21,11 @@ from vdpp_core.errors import ConfigError
 from vdpp_core.layout import AXES, Parallel
 
 LAYOUTS = (*AXES, "fsdp")
+MOST_LINES = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    cli.speak_anywhere()
     arguments = _parser().parse_args(argv)
     warnings.showwarning = lambda message, *_: cli.warn([str(message)])
     try:
@@ -42,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     starting = action("start", _start, "start a run and return at once")
-    starting.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this machine")
-    starting.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines; start the same on each of them")
+    starting.add_argument("--nproc", metavar="N", help="ranks on this machine; default: 1")
+    starting.add_argument("--nnodes", metavar="N", help="machines; start the same on each of them")
     starting.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: one of them, a free port")
     starting.add_argument("--rdzv-id", metavar="ID", help="their name for the run; default: that of --output-dir")
     starting.add_argument("--wait", action="store_true", help="until it has ended; exit code 1 unless it ended well")
@@ -57,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar=",".join(LAYOUTS),
         help="which of step pipeline, data parallel, guidance (times frames above 2 ranks), frames, sharded",
     )
-    sweeping.add_argument("--repeats", type=int, default=1, metavar="N", help="times each, interleaved")
+    sweeping.add_argument("--repeats", metavar="N", help="times each, interleaved")
     cli.add_run_commands(sweeping)
 
     showing = action("status", _status, "how far runs are")
@@ -65,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     showing.add_argument("--json", action="store_true", help="print JSON")
     tailing = action("tail", _tail, "the last lines that a rank wrote")
     tailing.add_argument("run")
-    tailing.add_argument("--rank", type=int, default=0)
-    tailing.add_argument("--lines", type=int, default=20)
+    tailing.add_argument("--rank", metavar="N", help="default: 0")
+    tailing.add_argument("--lines", metavar="N", help="default: 20")
     tracing = action("trace", _trace, "what each rank of a run did when, as a trace for Perfetto")
     tracing.add_argument("run")
     tracing.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run's folder")
@@ -83,11 +85,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start(arguments: argparse.Namespace) -> None:
-    if arguments.nproc < 1:
-        raise ConfigError("nproc", arguments.nproc, "must be at least 1")
-    nodes = _nodes(arguments)
-    ranks = arguments.nproc if nodes is None else nodes.world_size
-    job = start(cli.run_config(arguments, ranks), arguments.nproc, nodes)
+    nproc = cli.whole_number("nproc", arguments.nproc, 1)
+    nodes = _nodes(arguments, nproc)
+    job = start(cli.run_config(arguments, nproc if nodes is None else nodes.world_size), nproc, nodes)
     print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id, flush=True)
     if arguments.wait:
         _wait(job)
@@ -104,16 +104,17 @@ def _wait(job: Job) -> None:
         raise SystemExit(1)
 
 
-def _nodes(arguments: argparse.Namespace) -> Nodes | None:
+def _nodes(arguments: argparse.Namespace, nproc: int) -> Nodes | None:
     """The machines that were named; None where there is this one alone."""
+    nnodes = cli.whole_number("nnodes", arguments.nnodes, 1)
     if arguments.rdzv_endpoint is None:
-        if arguments.nnodes != 1:
-            raise ConfigError("nnodes", arguments.nnodes, "needs --rdzv-endpoint host:port, the same on each machine")
+        if nnodes != 1:
+            raise ConfigError("nnodes", nnodes, "needs --rdzv-endpoint host:port, the same on each machine")
         if arguments.rdzv_id is not None:
             raise ConfigError("rdzv_id", arguments.rdzv_id, "only with --rdzv-endpoint")
         return None
     name = arguments.rdzv_id or Path(arguments.output_dir or "").name
-    nodes = Nodes(arguments.nnodes, arguments.nproc, arguments.rdzv_endpoint, name)
+    nodes = Nodes(nnodes, nproc, arguments.rdzv_endpoint, name)
     nodes.check()
     return nodes
 
@@ -123,7 +124,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         if given := getattr(arguments, axis):
             raise ConfigError(axis, given, f"not in a sweep, which takes --ranks and --layouts {axis}")
     configs = _layouts(arguments, _whole_numbers("ranks", arguments.ranks))
-    running = sweep(configs, arguments.repeats)
+    running = sweep(configs, cli.whole_number("repeats", arguments.repeats, 1))
     print(f"sweep {running.run_id}: {len(running.runs)} runs", file=sys.stderr)
     try:
         for number, job in enumerate(running.jobs, start=1):
@@ -139,10 +140,10 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise ConfigError(name, text, "must be whole numbers of at least 1, separated by commas")
-    return [int(part) for part in parts]
+    try:
+        return [cli.whole_number(name, part, 1) for part in text.split(",")]
+    except ConfigError as error:
+        raise ConfigError(name, text, error.allowed.replace("a whole number", "whole numbers, each")) from None
 
 
 def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunConfig]:
@@ -197,7 +198,8 @@ def _row(job: Job | Sweep) -> dict[str, Any]:
 
 def _tail(arguments: argparse.Namespace) -> None:
     job = _run(arguments.run)
-    print(job.tail(arguments.rank, arguments.lines))
+    rank = cli.whole_number("rank", arguments.rank, 0, most=RunConfig.read(job.folder).layout.world_size - 1, least=0)
+    print(job.tail(rank, cli.whole_number("lines", arguments.lines, 20, most=MOST_LINES)))
 
 
 def _stop(arguments: argparse.Namespace) -> None:

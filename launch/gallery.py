@@ -23,7 +23,7 @@ def _items(videos: Mapping[str, Path], width: int) -> list[str]:
         if path.suffix == ".mp4":
             shown = f'<video {style} autoplay loop muted playsinline src="data:video/mp4;base64,{data}"></video>'
         else:
-            shown = f'<img {style} alt="{escape(caption)}" src="data:image/{path.suffix[1:]};base64,{data}">'
+            shown = f'<img {style} alt="{escape(caption)}" src="data:image/{escape(path.suffix[1:])};base64,{data}">'
         words = f'<figcaption style="font-size:12px;max-width:{width}px">{escape(caption)}</figcaption>'
         items.append(f'<figure style="margin:0">{shown}{words}</figure>')
     return items

@@ -66,7 +66,7 @@ class Job:
         written: list[str] = []
         for stream in ("stdout", "stderr"):
             for path in sorted(self.folder.glob(f"{runfolder.logs_of(self.folder, rank)}/{stream}.log")):
-                written += path.read_text(errors="replace").splitlines()
+                written += path.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(written[-lines:])
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
@@ -225,12 +225,25 @@ def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
     """
     from launch.sweep import Sweep
 
-    folder = (root or runfolder.runs_root()) / run_id
-    if (folder / "sweep.json").exists():
+    root = root or runfolder.runs_root()
+    folder = within(root, run_id)
+    if runfolder.holds(folder, "sweep.json"):
         return Sweep(folder)
-    if (folder / "config.json").exists():
+    if runfolder.holds(folder, "config.json"):
         return Job(folder)
-    raise ConfigError("run_id", run_id, f"must be a folder with a run or sweep under {folder.parent}")
+    raise ConfigError("run_id", run_id, f"must be a folder with a run or sweep under {root}")
+
+
+def within(folder: Path, name: str) -> Path:
+    """The run folder of that name right below `folder`, and nowhere else.
+
+    Raises:
+        ConfigError: the name leads elsewhere, also by a link.
+    """
+    with contextlib.suppress(OSError):  # no name that a file could have
+        if name.strip(".") and Path(name).name == name and not (folder / name).is_symlink():
+            return folder / name
+    raise ConfigError("run_id", name, f"must be the name of a folder in {folder}")
 
 
 def jobs(root: Path | None = None) -> list[Job | Sweep]:
@@ -238,7 +251,8 @@ def jobs(root: Path | None = None) -> list[Job | Sweep]:
     root = root or runfolder.runs_root()
     folders = [path.parent for name in ("config.json", "sweep.json") for path in root.glob(f"*/{name}")]
     found = []
-    for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime):
+    own = [folder for folder in folders if not folder.is_symlink()]
+    for folder in sorted(own, key=lambda folder: folder.stat().st_ctime):
         try:
             found.append(attach(folder.name, root))
         except ConfigError as error:

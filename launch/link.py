@@ -21,7 +21,7 @@ def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
     Raises:
         RuntimeError: the ranks failed, with the last line they wrote.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, "-m", "vdpp_core.loopback", "--nproc_per_node=2"]
     command += ["-m", "vdpp_core.probe", device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:

@@ -83,6 +83,7 @@ class Nodes:
             "max_nodes": self.nnodes,
             "nproc_per_node": self.nproc,
             "run_id": self.run_id,
+            "rdzv_backend": "c10d",
             "rdzv_endpoint": self.endpoint,
             "rdzv_configs": {"is_host": is_host},
             "local_addr": own,

@@ -160,7 +160,7 @@ class Others(threading.Thread):
         """Tell and hear what ended the run, how ranks ended, and their events where the folder is not shared."""
         assert self.store is not None
         own = [self.folder / "events" / f"rank-{start['rank']}.jsonl" for start in self._starts()]
-        texts = {path.name: path.read_text(errors="replace") for path in own}
+        texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in own}
         said = {"reason": None if self.reason else reason, "exits": known, "events": texts}
         self.store.set(f"said/{self.number}", json.dumps(said))
         self.store.add("ended", 1)

@@ -17,6 +17,7 @@ from nbconvert import HTMLExporter
 from vdpp_core import machine, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
+from vdpp_core.files import write_atomically
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STYLE = """body{font:15px/1.5 sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}
@@ -86,11 +87,11 @@ def save_outputs(book: Any, stem: str, folder: Path) -> tuple[list[list[str]], l
             (folder / f"{name}.png").write_bytes(base64.b64decode(data["image/png"]))
             figures.append([f"{name}.png"])
             if "image/svg+xml" in data:
-                (folder / f"{name}.svg").write_text(data["image/svg+xml"])
+                write_atomically(folder / f"{name}.svg", data["image/svg+xml"])
                 figures[-1].append(f"{name}.svg")
         for index, data in enumerate([data for data in shown if "text/csv" in data]):
             tables.append(f"tables/{_name(stem, number, index)}.csv")
-            (folder / tables[-1]).write_text(data["text/csv"])
+            write_atomically(folder / tables[-1], data["text/csv"])
     return figures, tables
 
 
@@ -151,7 +152,8 @@ def write_index(folder: Path, done: list[Done]) -> Path:
     books = "".join(map(_row, done))
     parts = "".join(map(_section, done))
     index = folder / "index.html"
-    index.write_text(
+    write_atomically(
+        index,
         f"""<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>Video diffusion lab: report of {date}</title>
 <style>{STYLE}</style>
@@ -160,7 +162,7 @@ def write_index(folder: Path, done: list[Done]) -> Path:
 {parts}<h2>Runs</h2><p><a href="runs.csv">runs.csv</a> has their whole configurations.</p>
 <div class="runs">{runs.drop(columns="config").to_html(index=False, border=0, na_rep="")}</div>
 </html>
-"""
+""",
     )
     return index
 
@@ -193,7 +195,8 @@ def _figure(files: list[str]) -> str:
 def write_entry(reports: Path, latest: Path) -> None:
     """index.html beside all reports leads to the latest one."""
     target = f"{latest.name}/index.html"
-    (reports / "index.html").write_text(
+    write_atomically(
+        reports / "index.html",
         f'<!DOCTYPE html>\n<html lang="en"><meta charset="utf-8"><title>The latest report</title>\n'
-        f'<meta http-equiv="refresh" content="0; url={target}"><p><a href="{target}">{latest.name}</a></p></html>\n'
+        f'<meta http-equiv="refresh" content="0; url={target}"><p><a href="{target}">{latest.name}</a></p></html>\n',
     )

@@ -23,6 +23,7 @@ from launch import pages, parameters
 from launch.pages import Done
 from launch.shown import KERNEL_ARGUMENTS
 from vdpp_core import runfolder
+from vdpp_core.files import write_atomically
 
 PROJECT = Path(__file__).resolve().parent.parent
 CELL_TIMEOUT_S = 900
@@ -88,7 +89,7 @@ def _make(book: Any, path: Path, changed: dict[str, Any], folder: Path, at: tupl
     made = Done(path, pages.title_of(book, path), changed, time.monotonic() - began, error, failed)
     made.figures, made.tables = pages.save_outputs(book, path.stem, folder)
     made.runs = pages.runs_of(book, root, before)
-    (folder / f"{path.stem}.html").write_text(pages.render(book, made.title))
+    write_atomically(folder / f"{path.stem}.html", pages.render(book, made.title))
     return made
 
 

@@ -27,7 +27,7 @@ from launch.job import end_ranks
 from launch.nodes import Nodes
 from launch.others import Others
 from launch.sweep import Sweep
-from vdpp_core import progress, results, runfolder
+from vdpp_core import loopback, progress, results, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.events import now
 
@@ -71,7 +71,6 @@ def supervise(folder: Path, others: Others | None = None) -> dict[str, Any]:
     logs = folder / "logs" if others is None else runfolder.logs_path(folder)
     agent = LaunchConfig(
         **(_alone(config) if others is None else others.nodes.rendezvous()),
-        rdzv_backend="c10d",
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is handled here
@@ -108,8 +107,8 @@ def _alone(config: RunConfig) -> dict[str, Any]:
         "max_nodes": 1,
         "nproc_per_node": config.layout.world_size,
         "run_id": uuid.uuid4().hex,
-        "rdzv_endpoint": "localhost:0",
-        "local_addr": "localhost",
+        "rdzv_backend": loopback.BACKEND,
+        "local_addr": loopback.ADDRESS,
     }
 
 

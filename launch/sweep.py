@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from launch.job import POLL_S, Job, end, launch, prepare
+from launch.job import POLL_S, Job, end, launch, prepare, within
 from vdpp_core import machine, runfolder, tables
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
@@ -27,14 +28,24 @@ class Sweep:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_id = folder, folder.name
-        try:
-            self.runs = json.loads((folder / "sweep.json").read_text())
-            assert all(isinstance(run["run_id"], str) for run in self.runs)
-        except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
-            raise ConfigError("run_id", self.run_id, f"must have a whole sweep.json ({error!r})") from None
 
     def __repr__(self) -> str:
         return f"Sweep({self.run_id!r}, {self.status()})"
+
+    @functools.cached_property
+    def runs(self) -> list[dict[str, Any]]:
+        """run_id, config and repeat of each run, in their order of execution.
+
+        Raises:
+            ConfigError: sweep.json is damaged, or names what is no run of this sweep.
+        """
+        try:
+            runs = json.loads((self.folder / "sweep.json").read_text(encoding="utf-8"))
+            if runs and all(within(self.folder, run["run_id"]) for run in runs):
+                return runs
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            pass
+        raise ConfigError("folder", self.folder, "must be a sweep's, with a whole sweep.json")
 
     @property
     def jobs(self) -> list[Job]:

@@ -25,6 +25,7 @@ PEERS = "diffusers, accelerate, torch's pipelining and ours, side by side on the
 
 
 def main(argv: list[str] | None = None) -> None:
+    cli.speak_anywhere()
     argv = sys.argv[1:] if argv is None else argv
     arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
     try:
@@ -125,6 +126,9 @@ def _wanted(arguments: argparse.Namespace, ranks: Ranks, alone: int) -> tuple[in
 
 
 def _each_once(folders: list[Path]) -> None:
+    for folder in folders:
+        if not runfolder.holds(folder, "config.json"):
+            raise ConfigError("folder", folder, "must be a run folder, it has no config.json")
     names = [folder.resolve().name for folder in folders]  # by which machines with folders of their own know a run
     for name in names:
         if names.count(name) > 1:
@@ -133,8 +137,6 @@ def _each_once(folders: list[Path]) -> None:
 
 def _prepared(folder: Path, ranks: Ranks) -> Path:
     """A run folder that was made for so many ranks and was not run before."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError("folder", folder, "must be a run folder, it has no config.json")
     needed = (RunConfig.read(folder).parallel or Parallel()).world_size
     if needed != ranks.world_size:
         raise ConfigError("folder", folder, f"was made for {needed} ranks, not {ranks.world_size}")
@@ -149,7 +151,7 @@ def _not_run_before(folder: Path) -> str:
 
 
 def _become_torchrun(ranks: int, argv: list[str]) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    torchrun = ["-m", "vdpp_core.loopback", f"--nproc_per_node={ranks}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "vdpp_core", *argv])
 
 

@@ -24,6 +24,7 @@ from vdpp_core.rates import Rates
 from vdpp_core.schedule import Schedule
 
 MOST_GPUS = 16
+MOST_SAMPLES = 10_000
 # Of a card's nominal size: of the documents' A5000, 24564 MiB by nvidia-smi, PyTorch found 23.68 GiB
 SPARE = 0.02
 GOALS = {  # goal -> columns to rank by, the first one first
@@ -114,6 +115,10 @@ def advise(
     """
     figures = figures or Counted()
     check(config, gpus, goal, capacity_gib)
+    if not isinstance(known, Rates):
+        raise ConfigError("known", known, "must be Rates, as of vdpp_core.rates")
+    if not isinstance(modes, tuple) or not modes or not set(modes) <= set(MODES):
+        raise ConfigError("modes", modes, f"must be one or several of {', '.join(MODES)}")
     if goal == "memory":
         modes = tuple(reversed(modes))
     bar = tqdm(list(layouts(gpus)), desc="layouts", leave=False, disable=None)
@@ -177,15 +182,17 @@ def check(config: RunConfig, gpus: int, goal: str, capacity_gib: float | None) -
     """Whether there is something to look for, before anything is counted; ConfigError if not."""
     if not isinstance(gpus, int) or not 1 <= gpus <= MOST_GPUS:
         raise ConfigError("gpus", gpus, f"must be from 1 to {MOST_GPUS}")
-    if goal not in GOALS:
+    if goal not in tuple(GOALS):
         raise ConfigError("goal", goal, f"must be {', '.join(GOALS)}")
+    if config.num_samples > MOST_SAMPLES:
+        allowed = f"must be at most {MOST_SAMPLES} in a plan, which schedules them for every layout"
+        raise ConfigError("num_samples", config.num_samples, allowed)
     if goal == "cadence" and config.num_samples <= gpus:
         allowed = f"is about the time between videos: more of them than GPUs, num_samples above {gpus}"
         raise ConfigError("goal", goal, allowed)
     if capacity_gib is None:
         return
-    if not 0 < capacity_gib < math.inf:
-        raise ConfigError("capacity_gib", capacity_gib, "must be finite and above 0")
+    memory.check_capacity(capacity_gib)
     least = costs.parameters(config) / gpus / GIB
     if capacity_gib <= least and not config.fsdp_cpu_offload:
         allowed = f"must be above what the parameters take on a rank, {least:.3f} GiB when shared by {gpus}"

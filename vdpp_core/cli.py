@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, get_args
 
 from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError
-from vdpp_core.layout import AXES, Parallel
+from vdpp_core.errors import ConfigError, in_one_line
+from vdpp_core.layout import AXES, MOST_RANKS, Parallel
 from vdpp_core.measure import importing
 
 COMMANDS = {
@@ -17,6 +19,7 @@ COMMANDS = {
     "benchmark": "throughput, latency and utilisation of a model",
     "generate": "videos from an image: MP4, GIF and a contact sheet",
 }
+MOST_SAID = 500  # characters of what the parser repeats of a command line
 _NOT_FLAGS = ("command", "parallel")
 
 
@@ -27,12 +30,19 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        fail(message)
+        fail(message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]} …")
 
 
 def fail(message: str) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {in_one_line(message)}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def speak_anywhere() -> None:
+    """Have letters that the terminal's encoding lacks, as ×, written as escapes rather than raise an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def warn(lines: Iterable[str]) -> None:
@@ -78,13 +88,28 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def whole_number(name: str, text: str | None, default: int, most: int = 4096) -> int:
+def whole_number(name: str, text: str | None, default: int, most: int = MOST_RANKS, least: int = 1) -> int:
     """What a flag says; ConfigError if that is no number of ranks or repeats."""
     if text is None:
         return default
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ConfigError(name, text, f"must be a whole number from 1 to {most}")
+    if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
+        raise ConfigError(name, text, f"must be a whole number from {least} to {most}")
     return int(text)
+
+
+def number(name: str) -> Callable[[str], float]:
+    """The type of a flag that is a number, as argparse wants it; anything else is one line."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            fail(ConfigError(name, text, "must be a finite number").as_flag())
+        return value
+
+    return parse
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -51,7 +51,9 @@ class RunConfig(Frozen):
         description="dummy (checks the logic), tiny (a small SVD in the package), medium (137 M random parameters), "
         "svd (the published one)",
     )
-    model_id: str | None = Field(default=None, description="folder or hub name of any Stable Video Diffusion pipeline")
+    model_id: str | None = Field(
+        default=None, min_length=1, description="folder or hub name of any Stable Video Diffusion pipeline"
+    )
     random_weights: bool = Field(
         default=False, description="the model's configuration with random weights; svd then needs no download"
     )
@@ -200,7 +202,7 @@ class RunConfig(Frozen):
         Raises:
             ConfigError: the layout needs another number of ranks.
         """
-        if ranks < 1:
+        if not isinstance(ranks, int) or ranks < 1:
             raise ConfigError("world_size", ranks, "must be at least 1")
         parallel = self.parallel or Parallel(pp=ranks)
         if parallel.world_size != ranks:
@@ -292,6 +294,6 @@ class RunConfig(Frozen):
         """
         path = run_folder / "config.json"
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise ConfigError("folder", run_folder, f"must have a run's config.json ({error})") from None

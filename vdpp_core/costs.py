@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vdpp_core import machine, memory, trace, unets
 from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
 from vdpp_core.unets.units import units
 
@@ -50,10 +49,8 @@ def cost(config: RunConfig, member: int | None = None) -> Cost:
     alike = memory.alike(
         config.replace(num_samples=1, guidance_mode="batched", forward_chunking=False, enable_memory_opt=False)
     )
-    try:
+    with memory.countable(config):
         flops, counted, exchanges = _counted(alike, machine.dtype(config), member or 0)
-    except RuntimeError as error:  # PyTorch: more bytes than can be numbered
-        raise ConfigError("latent_shape", config.shape, f"is too large to be counted ({error})") from None
     sent = dict(counted)
     if member is None and (config.parallel or Parallel()).frames > 2:
         sent["halo"] *= 2

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+MOST_SHOWN = 200  # characters of a value
+SECRET = re.compile(r"hf_\w{16,}|(?<=//)[^/@\s]*(?=@)")  # a token of the hub; what a URL has of a user and password
 
 
 class ConfigError(ValueError):
@@ -12,16 +16,25 @@ class ConfigError(ValueError):
 
     def __init__(self, argument: str, value: Any, allowed: str) -> None:
         self.argument, self.value, self.allowed = argument, value, allowed
-        super().__init__(f"{argument} {_shown(value)}: {allowed}")
+        super().__init__(f"{_shown(argument)} {_shown(value)}: {allowed}")
 
     def as_flag(self) -> str:
         """The same line, the argument spelled as on the command line."""
-        return f"--{self.argument.replace('_', '-')} {_shown(self.value)}: {self.allowed}"
+        return f"--{_shown(self.argument).replace('_', '-')} {_shown(self.value)}: {self.allowed}"
 
 
 def _shown(value: Any) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return " ".join(text.split())[:200]
+    try:
+        text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    except ValueError:  # what Python says of more digits than it writes
+        text = "with a number of thousands of digits"
+    return in_one_line(text)[:MOST_SHOWN] or "''"
+
+
+def in_one_line(text: str) -> str:
+    """Text as it can be printed anywhere: white space is a blank, no terminal obeys it, and it gives no token away."""
+    told = SECRET.sub("…", " ".join(text.split()))
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in told)
 
 
 def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
@@ -38,7 +51,7 @@ def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:

@@ -60,7 +60,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    write_whole(path, lambda draft: draft.write_text(text))
+    write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
 def reserve(folder: Path, size: int) -> None:

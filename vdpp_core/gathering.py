@@ -45,7 +45,7 @@ def finish(config: RunConfig, folder: Path, ranks: Ranks, log: EventLog) -> None
 
             videos.make_contact_sheet(config, folder)
         results.write(folder, "ok")
-        result = [(folder / "result.json").read_text()]
+        result = [(folder / "result.json").read_text(encoding="utf-8")]
     with communication(0):
         dist.broadcast_object_list(result, src=0, group=group)
     if leads and ranks.rank != 0:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from vdpp_core.errors import Frozen
+from vdpp_core.errors import ConfigError, Frozen
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("dp", "pp", "cfg", "frames")  # outermost first: the last one talks most
+MOST_RANKS = 4096
 
 
 class Place(NamedTuple):
@@ -29,11 +30,19 @@ class Parallel(Frozen):
     together. `fsdp` is no axis of its own: all ranks of one stage, in every replica, share out the parameters.
     """
 
-    dp: int = Field(default=1, ge=1, description="replicas: split the samples")
-    pp: int = Field(default=1, ge=1, description="stages: split the steps")
+    dp: int = Field(default=1, ge=1, le=MOST_RANKS, description="replicas: split the samples")
+    pp: int = Field(default=1, ge=1, le=MOST_RANKS, description="stages: split the steps")
     cfg: int = Field(default=1, ge=1, le=2, description="1 or 2: split the guidance's two passes over ranks")
-    frames: int = Field(default=1, ge=1, description="split the frames over ranks, inside the UNet")
+    frames: int = Field(default=1, ge=1, le=MOST_RANKS, description="split the frames over ranks, inside the UNet")
     fsdp: bool = Field(default=False, description="shard the parameters over all ranks of a stage")
+
+    @model_validator(mode="after")
+    def _countable(self) -> Parallel:
+        if self.world_size > MOST_RANKS:
+            axis = max(AXES, key=lambda axis: getattr(self, axis))
+            allowed = f"{' × '.join(AXES)} must be at most {MOST_RANKS} ranks, not {self.world_size}"
+            raise ConfigError(axis, getattr(self, axis), allowed)
+        return self
 
     @property
     def lockstep(self) -> int:

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from vdpp_core.config import MODELS, RunConfig
-from vdpp_core.errors import ConfigError
+from vdpp_core.errors import SECRET, ConfigError
 from vdpp_core.limits import GIB, can_limit
 from vdpp_core.media import read_image
 
@@ -140,7 +140,7 @@ def weights_in_cache(repository: str = str(MODELS["svd"])) -> bool:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -218,6 +218,8 @@ def check_model(config: RunConfig) -> None:
     if config.source is None:
         return
     argument = "model" if config.model_id is None else "model_id"
+    if "://" in config.source or SECRET.search(config.source):
+        raise ConfigError(argument, config.source, "must be a folder or a hub name, no URL and no token")
     folder = Path(config.source)
     try:
         on_disk = folder.exists() or config.source.startswith((".", "/", "~"))
@@ -232,11 +234,16 @@ def check_model(config: RunConfig) -> None:
         if not settings.is_file():
             raise ConfigError(argument, config.source, f"must be a pipeline's folder, it has no {name}")
         try:
-            found = json.loads(settings.read_text()).get("_class_name", kind)
-        except (ValueError, AttributeError):
+            told = json.loads(settings.read_bytes())
+            found = told.get("_class_name", kind)
+        except (ValueError, AttributeError, RecursionError):
             raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
         if found != kind:
             raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
+        for part, place in told.items() if name == "model_index.json" else ():
+            if isinstance(place, list) and place[0] not in (None, "diffusers", "transformers"):
+                allowed = f"must have parts of diffusers and transformers, not code of its own ({part}: {place[0]})"
+                raise ConfigError(argument, config.source, allowed)
     if on_disk and config.model_id is not None:
         _check_unet(config)
 
@@ -261,6 +268,7 @@ def _settings_needed(config: RunConfig) -> dict[str, str | None]:
         "scheduler/scheduler_config.json": "EulerDiscreteScheduler",  # others remember steps, which no hand-off does
     }
     if config.image_path is not None:
+        needed["model_index.json"] = "StableVideoDiffusionPipeline"
         needed["vae/config.json"] = "AutoencoderKLTemporalDecoder"
         needed |= {"image_encoder/config.json": None, "feature_extractor/preprocessor_config.json": None}
     return needed

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ CONTEXT_GIB = 0.71
 # first used. tests/benchmarks/memory.py measured 3 to 5 % above the prediction on one rank, 2 to 11 % with FSDP.
 CPU_ALLOWANCE, CPU_CONSTANT = 1.1, 30e6
 MOST_RANKS = 8
+LARGEST_GIB = 1e6
 WIDEST_OF_SMALL = 96  # channels of tiny
 
 
@@ -87,8 +91,8 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     Raises:
         ConfigError: the capacity is not positive, or less than the parameters take.
     """
-    if capacity_gib is not None and not 0 < capacity_gib < math.inf:
-        raise ConfigError("capacity_gib", capacity_gib, "must be finite and above 0")
+    if capacity_gib is not None:
+        check_capacity(capacity_gib)
     machine.check_model(config)
     expected, decoding = predict(config), predict_decoding(config)
     facts: dict[str, Any] = {
@@ -113,6 +117,12 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
         "remedies": [] if found.fits else remedies(config, capacity),
         "decode_chunk_size_that_fits": decoding and _chunk_that_fits(config, capacity),
     }
+
+
+def check_capacity(capacity_gib: float) -> None:
+    """ConfigError if that is no size of a device."""
+    if not isinstance(capacity_gib, Real) or not 0 < capacity_gib <= LARGEST_GIB:
+        raise ConfigError("capacity_gib", capacity_gib, f"must be finite and above 0, at most {LARGEST_GIB:g}")
 
 
 def _chunk_that_fits(config: RunConfig, capacity: float) -> int | None:
@@ -215,12 +225,23 @@ def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
 
 
 def _decoding(config: RunConfig) -> trace.Trace:
-    return trace.decoding(alike(config).replace(decode_chunk_size=config.decode_chunk_size), machine.dtype(config))
+    with countable(config):
+        return trace.decoding(alike(config).replace(decode_chunk_size=config.decode_chunk_size), machine.dtype(config))
 
 
 def trace_of(config: RunConfig) -> trace.Trace:
-    """What a rank allocates in a step."""
-    return trace.step(alike(config), machine.dtype(config))
+    """What a rank allocates in a step. ConfigError: a video too large for the meta device."""
+    with countable(config):
+        return trace.step(alike(config), machine.dtype(config))
+
+
+@contextmanager
+def countable(config: RunConfig) -> Iterator[None]:
+    """What fails in here, on the meta device, has more bytes than PyTorch can number; that is one ConfigError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConfigError("latent_shape", config.shape, f"is too large to be counted ({error})") from None
 
 
 def alike(config: RunConfig) -> RunConfig:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -172,6 +173,12 @@ def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank) if kind == "cuda" and device.index is None else device
 
 
+def _loopback() -> str:
+    """The interface that no other machine reaches."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(name for name, addresses in interfaces if any(each.address == "127.0.0.1" for each in addresses))
+
+
 @contextmanager
 def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
     """Join the ranks of a run and leave them at the end. One rank without torchrun makes a group of its own.
@@ -184,6 +191,8 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
     threads_before = torch.get_num_threads()
     threads = machine.threads(config, ranks.local_world_size)
     torch.set_num_threads(threads)
+    if ranks.local_world_size == ranks.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())  # gloo takes what the machine's name stands for
     store = dist.PrefixStore(name, _store(ranks))
     if ranks.several_machines:
         _name_interface()

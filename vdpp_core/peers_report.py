@@ -81,7 +81,7 @@ def configuration(flags: dict[str, Any], ranks: int, local_ranks: int) -> RunCon
         ConfigError: one line on what cannot be compared.
     """
     for name, reason in NOT_COMPARED.items():
-        if flags.get(name):
+        if flags.get(name) not in (None, False):
             raise ConfigError(name, flags[name], f"not here: {reason}")
     given = {name: flags[name] for name in RunConfig.model_fields if flags.get(name) is not None}
     config = RunConfig(**({"num_samples": 2 * ranks, "save_latents": True} | given | {"command": "benchmark"}))
@@ -236,7 +236,7 @@ def write(folder: Path, told: dict[str, Any], measured: list[dict[str, Any]]) ->
 
 def shown(folder: Path, as_json: bool) -> str:
     """What the command prints of peers.json."""
-    text = (folder / "peers.json").read_text()
+    text = (folder / "peers.json").read_text(encoding="utf-8")
     if as_json:
         return text.strip()
     result = json.loads(text)

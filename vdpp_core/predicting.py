@@ -41,29 +41,48 @@ def add_memory(commands: Any) -> None:
     parser = commands.add_parser("memory", help=MEMORY, description=MEMORY)
     cli.add_run_flags(parser)
     parser.add_argument("--world-size", metavar="N", help="ranks")
-    parser.add_argument("--capacity-gib", type=float, metavar="GIB", help="of a device; what would fit")
+    parser.add_argument(
+        "--capacity-gib", type=cli.number("capacity_gib"), metavar="GIB", help="of a device; what would fit"
+    )
 
 
 def add_plan(commands: Any) -> None:
     parser = commands.add_parser("plan", help=PLAN, description=PLAN)
     cli.add_run_flags(parser)
     parser.add_argument("--gpus", required=True, metavar="N", help=f"at most so many, 1 to {advice.MOST_GPUS}")
-    parser.add_argument("--capacity-gib", type=float, metavar="GIB", help="of each; default: enough for everything")
+    _add_number(parser, "capacity-gib", "GIB", "of each; default: enough for everything")
     goals = "; ".join(f"{goal}: {wanted}" for goal, wanted in advice.WANTED.items())
     parser.add_argument("--goal", default="latency", metavar="|".join(advice.GOALS), help=goals)
     known = "a run here (its id or folder), or published: the A5000 row nearest in size (default)"
     parser.add_argument("--calibrate", default="published", metavar="RUN|published", help=known)
-    parser.add_argument("--tflops", type=float, metavar="X", help="1e12 operations a second of a rank, instead")
-    parser.add_argument("--link-gb-per-s", type=float, metavar="X", help="1e9 bytes a second between ranks, instead")
-    parser.add_argument("--link-us", type=float, metavar="X", help="latency of a message between ranks; with the above")
-    parser.add_argument("--every-s", type=float, metavar="S", help="videos arrive so far apart; default: all at once")
+    parser.add_argument(
+        "--tflops", type=cli.number("tflops"), metavar="X", help="1e12 operations a second of a rank, instead"
+    )
+    parser.add_argument(
+        "--link-gb-per-s",
+        type=cli.number("link_gb_per_s"),
+        metavar="X",
+        help="1e9 bytes a second between ranks, instead",
+    )
+    parser.add_argument(
+        "--link-us", type=cli.number("link_us"), metavar="X", help="latency of a message between ranks; with the above"
+    )
+    parser.add_argument(
+        "--every-s", type=cli.number("every_s"), metavar="S", help="videos arrive so far apart; default: all at once"
+    )
     parser.add_argument("--poisson", action="store_true", help="and at random, with --seed")
     parser.add_argument("--top", default="10", metavar="N", help="layouts to print; --json has all")
 
 
+def _add_number(parser: argparse.ArgumentParser, name: str, unit: str, purpose: str) -> None:
+    parser.add_argument(f"--{name}", type=cli.number(name), metavar=unit, help=purpose)
+
+
 def config_of(arguments: argparse.Namespace, ranks: int, device: str = "cuda") -> RunConfig:
     """What is predicted: for a GPU, unless --device says otherwise, and a model whose weights need not be here."""
-    arguments.device, arguments.command, arguments.image = arguments.device or device, None, None
+    if arguments.image is not None:
+        raise ConfigError("image", arguments.image, "not in a prediction, which is the same for all images")
+    arguments.device, arguments.command = device if arguments.device is None else arguments.device, None
     arguments.random_weights = None if arguments.model == "dummy" else True
     config = cli.run_config(arguments, ranks)
     machine.check_model(config)
@@ -195,12 +214,9 @@ def _rates(arguments: argparse.Namespace, config: RunConfig, folder: Path | None
 
 
 def _run_folder(name: str) -> Path:
-    try:
-        for folder in (Path(name), runfolder.runs_root() / name):
-            if (folder / "config.json").is_file():
-                return folder.resolve()
-    except OSError:
-        pass  # no name that a file could have
+    for folder in (Path(name), runfolder.runs_root() / name):
+        if runfolder.holds(folder, "config.json"):
+            return folder.resolve()
     raise ConfigError("calibrate", name, "must be published, or a run's id or folder")
 
 

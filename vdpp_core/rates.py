@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ class Link:
     on: int | None = None
 
     def __post_init__(self) -> None:
+        _numbers(bytes_per_s=self.bytes_per_s, latency_s=self.latency_s)
         if not self.bytes_per_s >= 1:
             allowed = "must be at least 1e-9: hand-offs would never arrive"
             raise ConfigError("link_gb_per_s", self.bytes_per_s / 1e9, allowed)
@@ -75,6 +77,9 @@ class Rates:
     error: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        _numbers(flops_per_s=self.flops_per_s, slowdown=self.slowdown, cores=1 if self.cores is None else self.cores)
+        if not isinstance(self.link, Link):
+            raise ConfigError("link", self.link, "must be a Link")
         if not 1e3 <= self.flops_per_s <= 1e21:
             raise ConfigError("tflops", self.flops_per_s / 1e12, "must be from 1e-9 to 1e9")
         if self.cores is not None and not self.cores > 0:
@@ -92,6 +97,12 @@ class Rates:
         """The same with the errors of a table of `vdpp_core.checks`."""
         errors = table.loc[~table["calibrated on"], "error"].dropna()
         return replace(self, error=(float(errors.min()), float(errors.max())) if len(errors) else None)
+
+
+def _numbers(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int | float) or (abs(value) > sys.float_info.max and value != math.inf):
+            raise ConfigError(name, value, "must be a number")
 
 
 def seconds(cost: Cost, rates: Rates) -> float:
@@ -177,6 +188,8 @@ def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
     Raises:
         ConfigError: it did not, or what is left of it is damaged.
     """
+    if not isinstance(folder, Path):
+        raise ConfigError("calibrate", folder, "must be the Path of a run folder")
     try:
         config, result = RunConfig.read(folder), runfolder.read_result(folder)
         if result is None or result["outcome"] != "ok":
@@ -247,9 +260,8 @@ def measured_link(device_type: str) -> Link:
             math.inf, 0.0, "none measured, hand-offs and exchanges count as free (notebook 00_setup measures it)"
         )
     best, least = max(row["gb_per_s"] for row in facts["rows"]), min(row["seconds"] for row in facts["rows"])
-    words = (
-        f"{best:.3g} GB/s, {least * 1e6:.0f} µs a message, measured between two ranks ({device_type}, {facts['date']})"
-    )
+    known = f"measured between two ranks ({device_type}, {facts['date']})"
+    words = f"{best:.3g} GB/s, {least * 1e6:.0f} µs a message, {known}"
     return Link(best * 1e9, least, words)
 
 
@@ -281,9 +293,7 @@ def is_plain(layout: Parallel) -> bool:
 
 def setting_of(config: RunConfig, result: dict[str, Any]) -> str:
     """What has to be the same for one run to say something about another."""
-    device, threads = (
-        str(result["device"]).partition(":")[0],
-        "/".join(map(str, sorted(set(result["threads_per_rank"])))),
-    )
+    device = str(result["device"]).partition(":")[0]
+    threads = "/".join(map(str, sorted(set(result["threads_per_rank"]))))
     weights = f"{config.model_id or config.model}{', shortcuts' * config.shortcuts}"
     return f"{weights} on {machine.hardware_name(result['hardware'])}, {device}, {result['dtype']}, {threads} thread(s)"

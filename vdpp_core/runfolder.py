@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -56,9 +57,17 @@ def runs_root(here: Path | None = None) -> Path:
     return (project if inside else here) / "runs"
 
 
+def holds(folder: Path, name: str) -> bool:
+    """Whether there is such a folder, with such a file."""
+    try:
+        return (folder / name).is_file()
+    except OSError:  # no name that a file could have
+        return False
+
+
 def new_run_id(config: RunConfig) -> str:
     layout = str(config.parallel or "").replace(" × ", "-").replace(" ", "")
-    model = Path(config.model_id).name if config.model_id else config.model
+    model = re.sub(r"[^\w.-]", "_", Path(config.model_id).name)[:40] if config.model_id else config.model
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), config.command, model, layout, secrets.token_hex(2)])
 
 
@@ -229,10 +238,6 @@ def read_launcher(folder: Path) -> dict[str, Any] | None:
     hand."""
     paths = [_launcher_path(folder), folder / "job.json", *sorted(folder.glob("job-*.json"))]
     return next((told for path in paths if (told := read_object(path, "pid", "created", "host"))), None)
-    """pid and creation time of that process, this machine's where there are several; None where torchrun was called by
-    hand."""
-    paths = [_launcher_path(folder), folder / "job.json", *sorted(folder.glob("job-*.json"))]
-    return next((json.loads(path.read_text()) for path in paths if path.exists()), None)
 
 
 def launcher_alive(folder: Path) -> bool:

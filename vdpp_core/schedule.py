@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from vdpp_core.metrics import Array, Span, numbers_of
 
 IN_FLIGHT = 2  # sends of a stage whose receiver is still busy with an earlier sample
 LONGEST_S = 1e9  # thirty years
+MOST_SAMPLES = 100_000  # as in a RunConfig
 AHEAD = IN_FLIGHT + 2  # samples that a stage can be ahead of the next: besides those, one received and one at work
 
 
@@ -42,7 +44,7 @@ class Seconds:
             value = getattr(self, name)
             try:
                 numbers = np.asarray(value, dtype=float)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"{name}_s", value, "must be numbers of seconds") from None
             if name == "step" and not (numbers.size and ((numbers > 0) & (numbers < LONGEST_S)).all()):
                 raise ConfigError("step_s", numbers.ravel().tolist(), f"must be seconds above 0, below {LONGEST_S:g}")
@@ -156,8 +158,11 @@ def make(
         ConfigError: no sample, no steps of a stage, or arrivals that are not one finite time for each.
     """
     _samples(num_samples)
-    if np.shape(sizes) != (layout.pp,) or not all(isinstance(size, int) and size > 0 for size in sizes):
+    whole = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
+    if not whole or len(sizes) != layout.pp:
         raise ConfigError("sizes", sizes, f"must be the steps of {layout.pp} stages, at least 1 each")
+    if replicas is not None and (not _whole(replicas) or not 1 <= replicas <= layout.dp):
+        raise ConfigError("replicas", replicas, f"must be a whole number from 1 to {layout.dp}, those of the layout")
     replicas, stages = replicas or layout.dp, layout.pp
     times = _arrivals(arrivals, num_samples)
     rounds = math.ceil(num_samples / replicas)
@@ -188,14 +193,20 @@ def predict(config: RunConfig, seconds: Seconds, arrivals: ArrayLike = 0.0) -> S
 
 
 def _samples(num_samples: int) -> None:
-    if not isinstance(num_samples, int) or num_samples < 1:
+    if not _whole(num_samples) or num_samples < 1:
         raise ConfigError("num_samples", num_samples, "must be a whole number of at least 1")
+    if num_samples > MOST_SAMPLES:
+        raise ConfigError("num_samples", num_samples, f"must be at most {MOST_SAMPLES}")
+
+
+def _whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def _arrivals(arrivals: ArrayLike, num_samples: int) -> Array:
     try:
         times = np.broadcast_to(np.asarray(arrivals, dtype=float), (num_samples,))
-    except ValueError:
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError("arrivals", np.shape(arrivals), f"must be {num_samples} times, one for each sample") from None
     if not np.isfinite(times).all() or (np.diff(times, prepend=0.0) < 0).any():
         raise ConfigError("arrivals", times.tolist(), "must be finite seconds, not negative and not decreasing")
@@ -216,7 +227,7 @@ def poisson(num_samples: int, every_s: float, seed: int) -> Array:
 
 
 def _interval(every_s: float) -> float:
-    if not 0 <= every_s < LONGEST_S:
+    if not isinstance(every_s, Real) or not 0 <= every_s < LONGEST_S:
         raise ConfigError("every_s", every_s, f"must be seconds below {LONGEST_S:g}, not negative")
     return every_s
 

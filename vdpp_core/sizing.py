@@ -2,7 +2,8 @@
 
 The article is zenn.dev/turing_motors/articles/0e6e2baf72ebbc; docstrings name its section, or the paper that corrects
 it. Memory and messages are bytes, traffic is the bytes a GPU sends in an iteration, GB and Gbit are 1e9. A size that
-is not positive, or a count that is no whole number of at least 1, raises ConfigError.
+is not positive, or a count that is no whole number of at least 1, raises ConfigError; so do those beyond any machine,
+whose products could be infinite.
 """
 
 import functools
@@ -12,17 +13,19 @@ from typing import NamedTuple
 
 from vdpp_core.errors import ConfigError
 
+LARGEST, MOST = 1e100, 10**12  # of sizes, of counts
+
 
 def _sizes(**sizes: float) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, Real) or not 0 < size < math.inf:
-            raise ConfigError(name, size, "must be positive and finite")
+        if not isinstance(size, Real) or not 1 / LARGEST <= size <= LARGEST:
+            raise ConfigError(name, size, f"must be positive and finite, from {1 / LARGEST:g} to {LARGEST:g}")
 
 
 def _counts(**counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
-            raise ConfigError(name, count, "must be a whole number of at least 1")
+        if not isinstance(count, Integral) or isinstance(count, bool) or not 1 <= count <= MOST:
+            raise ConfigError(name, count, f"must be a whole number of at least 1, at most {MOST:g}")
 
 
 class TrainingState(NamedTuple):
@@ -147,7 +150,8 @@ def degree(at_least: float, count: int) -> int:
     _counts(count=count)
     if at_least > count:
         raise ConfigError("at_least", f"{at_least:.4g}", f"must be at most {count}")
-    return next(size for size in range(math.ceil(at_least), count + 1) if count % size == 0)
+    small = [size for size in range(1, math.isqrt(count) + 1) if count % size == 0]
+    return min(size for size in (*small, *(count // size for size in small)) if size >= at_least)
 
 
 def groups(gpus: int, gpus_per_group: int) -> int:

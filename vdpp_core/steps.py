@@ -1,5 +1,6 @@
 """Which steps each stage of a step pipeline runs."""
 
+import heapq
 import itertools
 from collections.abc import Sequence
 
@@ -32,7 +33,10 @@ def _in_proportion(total_steps: int, stages: int, speeds: Sequence[float]) -> li
     if not all(0 < speed < float("inf") for speed in speeds):
         raise ValueError(f"weights {speeds}: must all be positive and finite")
     sizes = [1] * stages
+    soonest = [(2 / speed, stage) for stage, speed in enumerate(speeds)]  # how long each would take with one more
+    heapq.heapify(soonest)
     for _ in range(total_steps - stages):
-        soonest = min(range(stages), key=lambda stage: (sizes[stage] + 1) / speeds[stage])
-        sizes[soonest] += 1
+        stage = soonest[0][1]
+        sizes[stage] += 1
+        heapq.heapreplace(soonest, ((sizes[stage] + 1) / speeds[stage], stage))
     return sizes

@@ -58,7 +58,7 @@ def _times(numbers: dict[str, Any]) -> dict[str, float | None]:
 
 def published() -> dict[str, Any]:
     """The figures of the user's own experiment on seven A5000, under the documents' definitions."""
-    return json.loads((Path(__file__).parent / "reference" / "a5000x7.json").read_text())
+    return json.loads((Path(__file__).parent / "reference" / "a5000x7.json").read_bytes())
 
 
 def source(folders: Sequence[Path]) -> str:

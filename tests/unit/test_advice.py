@@ -202,7 +202,7 @@ def test_arrivals_on_the_command_line(capsys):
         ("--gpus 2 --goal speed", "--goal speed: must be latency, throughput, cadence, memory"),
         ("--gpus 2 --goal cadence", "--goal cadence: is about the time between videos: more of them than GPUs"),
         ("--gpus 2 --capacity-gib -1", "--capacity-gib -1.0: must be finite and above 0"),
-        ("--gpus 2 --capacity-gib nan", "--capacity-gib nan: must be finite and above 0"),
+        ("--gpus 2 --capacity-gib nan", "--capacity-gib nan: must be a finite number"),
         (
             "--gpus 2 --capacity-gib 0.001",
             "--capacity-gib 0.001: must be above what the parameters take on a rank",

@@ -26,6 +26,7 @@ LAYERS = [
     {
         "vdpp_core.allocator",
         "vdpp_core.limits",
+        "vdpp_core.loopback",
         "vdpp_core.machine",
         "vdpp_core.measure",
         "vdpp_core.media",

@@ -161,7 +161,7 @@ def test_the_bound_for_the_small_models(model, shape):
 @pytest.mark.parametrize(
     ("capacity", "allowed"),
     [
-        *((capacity, "must be finite and above 0") for capacity in (0, -1, math.nan, math.inf)),
+        *((capacity, "must be finite and above 0, at most 1e+06") for capacity in (0, -1, math.nan, math.inf)),
         (0.4, "must be above what the parameters take on a rank, 0.509 GiB"),
     ],
 )

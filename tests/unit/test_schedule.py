@@ -316,7 +316,7 @@ def test_what_the_documents_draw():
         (lambda: closed_form(Parallel(pp=5), 4, 1, 0.1), "pp 5: must be at most total_steps, 4"),
         (lambda: closed_form(Parallel(), 4, -2, 0.1), "num_samples -2: must be a whole number of at least 1"),
         (lambda: closed_form(Parallel(), 4, 2, 0), "step_s 0.0: must be seconds above 0, below 1e+09"),
-        (lambda: Seconds([]), "step_s : must be seconds above 0, below 1e+09"),
+        (lambda: Seconds([]), "step_s '': must be seconds above 0, below 1e+09"),
         (lambda: Seconds("soon"), "step_s soon: must be numbers of seconds"),
         (lambda: poisson(0, 1.0, 0), "num_samples 0: must be a whole number of at least 1"),
         (

@@ -29,7 +29,7 @@ FORGOTTEN: dict[str, Any] = {"sigma_min": None, "sigma_max": None, "timestep_typ
 
 
 def load(folder: str | Path) -> StableVideoDiffusionPipeline:
-    pipeline = StableVideoDiffusionPipeline.from_pretrained(folder)
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(folder, use_safetensors=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -79,7 +79,7 @@ def files(folder: Path, dtype: torch.dtype) -> dict[str, Path]:
 
 def _indexed(index: Path) -> dict[str, Path]:
     try:
-        places = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        places = {name: index.parent / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError("model_id", index, "must have whole JSON with a weight_map") from None
     for path in sorted(set(places.values())):
