@@ -36,8 +36,8 @@ def write(folder: Path, path: Path | None = None) -> Path:
     text = json.dumps(trace(folder))
     try:
         runfolder.write_atomically(path, text)
-    except OSError as error:
-        raise ConfigError("output", path, f"must be a file that can be written ({error.strerror})") from None
+    except (OSError, ValueError) as error:  # the latter: no name, or none that a file could have
+        raise ConfigError("output", path, f"must be a file that can be written ({error})") from None
     return path
 
 

@@ -141,6 +141,10 @@ core_lines = st.one_of(
     st.tuples(_texts, _run_flags),
 ).map(lambda line: [line[0], *line[1]])
 START = {"nproc": ["1", "2"], "ranks": ["1", "1,2"], "layouts": ["pp", "dp,fsdp", "cfg"], "repeats": ["1", "2"]}
+NODES = START | {"nnodes": ["2"], "rdzv_endpoint": ["localhost:29400", "10.0.0.1"], "rdzv_id": ["new-run"]}
+TRACE = {"output": ["trace.json", "nowhere/trace.json"]}
+REPORT = {"set": ["total_steps=4", "num_samples=2", "total_steps", "total_steps='4'", "nothing=1", "goal=x"]}
+_books = st.lists(st.sampled_from(["01", "06_lab", "nothing"]) | _texts, max_size=2)
 TAIL = {"rank": ["0", "1"], "lines": ["1", "20"]}
 
 
@@ -153,6 +157,7 @@ def _around(flags: Any) -> Any:
 
 launch_lines = st.one_of(
     st.tuples(st.just("start"), _around(_flags(["nproc"], START, SWITCHES))),
+    st.tuples(st.just("start"), _around(_flags(["nproc", "nnodes", "rdzv_endpoint", "rdzv_id"], NODES, SWITCHES))),
     st.tuples(st.just("sweep"), _around(_flags(["ranks", "layouts", "repeats"], START, SWITCHES))),
     st.tuples(st.just("sweep"), _around(_flags(["layouts", "repeats"], START, SWITCHES))).map(
         lambda line: (line[0], ["--ranks", "1,2", *line[1]])
@@ -160,6 +165,7 @@ launch_lines = st.one_of(
     st.tuples(st.just("status"), _flags(["json"], {}, SWITCHES) | st.lists(_runs, max_size=2)),
     st.tuples(st.just("tail"), st.tuples(_runs, _flags(["rank", "lines"], TAIL, ())).map(lambda p: [p[0], *p[1]])),
     st.tuples(st.sampled_from(["stop", "resume", "trace"]), st.lists(_runs, max_size=2)),
-    st.tuples(st.just("report"), st.lists(_texts, max_size=1)),
+    st.tuples(st.just("trace"), st.tuples(_runs, _flags(["output"], TRACE, ())).map(lambda p: [p[0], *p[1]])),
+    st.tuples(st.just("report"), st.tuples(_books, _flags(["set"], REPORT, ())).map(lambda p: [*p[0], *p[1]])),
     st.tuples(_texts, st.lists(_runs, max_size=2)),
 ).map(lambda line: [line[0], *line[1]])

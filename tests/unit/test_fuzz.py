@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import launch.__main__
 import vdpp_core.__main__
-from launch import Sweep, attach, start
+from launch import Sweep, attach, parameters, start
+from launch.report import PROJECT
 from tests.unit import inputs
 from vdpp_core import ConfigError, Parallel, RunConfig, advice, machine, rates, results, schedule, sizing
 from vdpp_core.steps import split
@@ -51,13 +52,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(vdpp_core.__main__.os, "execv", replaced)
     monkeypatch.setattr(vdpp_core.__main__.os, "_exit", fails)
     monkeypatch.setattr(machine, "git_commit", lambda: None)
-    monkeypatch.setattr("launch.report.report", lambda: [])
+    monkeypatch.setattr("launch.report.report", chosen_and_assigned)
     for module in (START, SWEEP):
         monkeypatch.setattr(module, "launch", ended_at_once)
     (tmp_path / "file").write_text("no image")
     (tmp_path / "folder").mkdir()
     yield tmp_path
     assert not (tmp_path / "bad").exists()
+
+
+def chosen_and_assigned(names: list[str], assignments: list[str]) -> list[Any]:
+    """What a report does before it executes anything."""
+    books = {path.stem: parameters.read(path) for path in parameters.choose(names, PROJECT / "notebooks")}
+    parameters.assign(parameters.parse(assignments), books)
+    return []
 
 
 def ended_at_once(folders: list[Path], **_: Any) -> None:

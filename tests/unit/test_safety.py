@@ -18,7 +18,7 @@ import torch
 from jupyter_server.serverapp import ServerApp
 
 import launch
-from launch import report
+from launch import pages
 from vdpp_core import ConfigError, Parallel, RunConfig, machine, runfolder
 from vdpp_core.config import MODELS
 from vdpp_core.unets import svd
@@ -229,21 +229,28 @@ def test_a_model_does_not_name_a_run_as_it_likes():
         assert set(run_id) & set("$()<> \n/") == set()
 
 
+def report_of(name: str, folder: Path) -> str:
+    """The index of a report where everything is called so."""
+    done = pages.Done(Path(f"{name.replace('/', '')}.ipynb"), name, {name: name}, 1.0, name, name, [[name]], [name])
+    done.runs = [{"run": name, "layout": name, "outcome": name, "used by": name, "config": name}]
+    return pages.write_index(folder, [done]).read_text()
+
+
 def test_names_are_no_html(tmp_path):
     folder = runfolder.create(SHORT.replace(output_dir=tmp_path / "run", parallel=Parallel()))
     (folder / "events" / "rank-0.jsonl").write_text(json.dumps({"t": 1, "rank": 0, "kind": SCRIPT}) + "\n")
     picture = tmp_path / f'a.png"{SCRIPT.replace("/", "")}'
     picture.write_bytes(b"")
-    pages = [
+    shown = [
         sys.modules["launch.watch"]._run(SCRIPT, launch.Job(folder).progress()),
+        report_of(SCRIPT, tmp_path),
         launch.gallery({SCRIPT: picture}).data,
-        report._index([report.Done(Path(f"{SCRIPT.replace('/', '')}.ipynb"), SCRIPT, 1.0, SCRIPT)], tmp_path),
         pd.DataFrame({"run": [SCRIPT]}).to_html(),  # how notebooks show tables
     ]
-    for page in pages:
+    for page in shown:
         assert "<script" not in page
         assert "&lt;script" in page
 
 
 def test_a_title_is_no_html():
-    assert SCRIPT not in report.render(nbformat.v4.new_notebook(), SCRIPT)
+    assert SCRIPT not in pages.render(nbformat.v4.new_notebook(), SCRIPT)
