@@ -29,6 +29,13 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        args = sys.argv[1:] if args is None else args
+        for word in args:
+            if word.startswith("--") and word.endswith("=--"):  # of which argparse makes an empty list
+                fail(f"{word.removesuffix('=--')} --: must be a value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         fail(message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]} …")
 

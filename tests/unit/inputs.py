@@ -127,7 +127,7 @@ PLAN = {
 }
 _run_flags = _flags([*RUN_NAMES, "world_size"], {}, SWITCHES)
 _texts = st.sampled_from(NASTY) | st.text(max_size=12)
-_runs = st.sampled_from(["run", "damaged", "empty", "sweep", "failed", "nowhere"]) | _texts
+_runs = _either(["run"], st.sampled_from(["damaged", "empty", "sweep", "failed", "nowhere"]) | _texts)
 
 core_lines = st.one_of(
     st.tuples(st.sampled_from(["simulate", "benchmark", "generate"]), _run_flags),

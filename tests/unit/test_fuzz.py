@@ -237,6 +237,7 @@ def test_right_answers(line, said, place, capsys):
     ("line", "said"),
     [
         ("tail run --rank 99", "--rank 99: must be a whole number from 0 to 0"),
+        ("start --nproc=-- simulate", "--nproc --: must be a value"),
         ("tail run --lines 0", "--lines 0: must be a whole number from 1"),
         ("start --nproc 1000000 simulate", "--nproc 1000000: must be a whole number from 1 to 4096"),
         ("sweep --ranks 1,9999999999 simulate", "--ranks 1,9999999999: must be whole numbers, each from 1 to 4096"),
