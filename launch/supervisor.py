@@ -48,7 +48,7 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         named = None
         while not self.over.wait(PERIOD_S):
-            events = self.watchdog.follower.events()
+            events = self.watchdog.events()
             ended = any(event["kind"] in ("error", "terminated") for event in events)
             if ended and now() - events[-1]["t"] > LAST_WORDS_S:
                 end_ranks(self.folder)

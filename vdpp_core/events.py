@@ -116,9 +116,12 @@ class Follower:
 
         A line without its end is still being written.
         """
-        fresh = [event for path in events_paths(self.folder) for event in self._new(path)]
-        self._events = sorted(self._events + fresh, key=lambda event: event["t"])
+        self._events = sorted(self._events + self.fresh(), key=lambda event: event["t"])
         return self._events
+
+    def fresh(self) -> list[Event]:
+        """Those that were not read before, each rank's in their order."""
+        return [event for path in events_paths(self.folder) for event in self._new(path)]
 
     def _new(self, path: Path) -> list[Event]:
         with path.open("rb") as file:

@@ -19,6 +19,7 @@ ENDS = ("done", "error", "terminated")
 AT_WORK, WAITS = "at work", "waits"
 LEAST_SILENCE_S = 2.0  # before anything is called a stall: a busy machine makes anybody silent for a moment
 LOADING_PATIENCE_S = 3600.0  # without an event of any rank, while weights may be downloaded
+KEPT = 100  # of a rank's latest events
 RECENT = 20  # steps, from which a rank's own pace is taken
 _VIDEOS = ("decode", "chunk", "video", "official")
 
@@ -181,19 +182,29 @@ def _step_s(own: Sequence[Event]) -> float:
 
 
 class Watchdog:
-    """Looks for a stalled rank again and again, seldom enough to take no time from the ranks."""
+    """Looks for a stalled rank again and again, seldom enough to take no time from the ranks, and keeps little."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, RunConfig.read(folder)
         self.work, self.follower = resuming.work(folder, self.config), Follower(folder)
+        self.logs: dict[int, list[Event]] = defaultdict(list)
         self.next_look = 0.0
+
+    def events(self) -> list[Event]:
+        """Of each rank the first ones, until the clock, and the latest ones: what `look` wants to know."""
+        for event in self.follower.fresh():
+            self.logs[event["rank"]].append(event)
+        for rank, log in self.logs.items():
+            if len(log) > 2 * KEPT:
+                self.logs[rank] = [e for e in log[:-KEPT] if e["kind"] in ("start", "clock")] + log[-KEPT:]
+        return sorted((event for log in self.logs.values() for event in log), key=lambda event: event["t"])
 
     def look(self, silence_s: float = LEAST_SILENCE_S) -> Stall | None:
         """A stall, if one is seen now; nothing is read as long as every rank wrote something within `silence_s`."""
         began = now()
         if began < self.next_look or runfolder.longest_silence_s(self.folder) < silence_s:
             return None
-        stall = look(self.config, self.work, self.follower.events())
+        stall = look(self.config, self.work, self.events())
         self.next_look = now() + 20 * (now() - began)
         return stall
 

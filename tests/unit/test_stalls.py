@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from vdpp_core import Parallel, RunConfig, progress
+from vdpp_core import Parallel, RunConfig, progress, runfolder
 from vdpp_core.resuming import Work
 
 STEPS = 4
@@ -139,3 +140,19 @@ def test_of_ranks_in_lockstep_the_stopped_one_is_to_blame():
     finally:
         process.resume()
         child.communicate(b"\n")
+
+
+def test_a_watchdog_keeps_little_and_sees_the_same(tmp_path, write_events):
+    one = config(num_samples=100).replace(output_dir=tmp_path / "run")
+    folder = runfolder.create(one)
+    events = begun(0) + [
+        event for sample in range(99) for event in work(0, sample, 100.0 + 4 * sample, range(4), "sample")
+    ]
+    events += work(0, 99, 500.0, [0, 1])
+    write_events(folder, 0, *((e["t"], e["kind"], {k: v for k, v in e.items() if k != "t"}) for e in events))
+    watchdog = progress.Watchdog(folder)
+    assert len(watchdog.events()) < 2 * progress.KEPT < len(events)
+    assert watchdog.events() == watchdog.events()
+    os.utime(folder / "events" / "rank-0.jsonl", (0, 0))  # written to for the last time long ago
+    stall = watchdog.over()
+    assert (stall.rank, stall.sample, stall.step, stall.step_s) == (0, 99, 2, 1.0)
