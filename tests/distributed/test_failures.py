@@ -87,7 +87,6 @@ def assert_no_rank_is_left(folder, ranks=2):
     ("rank", "parallel"),
     [
         (0, Parallel(pp=2)),
-        (1, Parallel(pp=2)),
         (1, Parallel(dp=2, fsdp=True)),
         (0, Parallel(frames=2)),
         (1, Parallel(cfg=2)),

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import launch
-from tests.distributed.conftest import launch_command
 from vdpp_core import Parallel, RunConfig, runfolder
 from vdpp_core.errors import ConfigError
 
@@ -36,11 +35,17 @@ WaitUntil = Callable[[Callable[[], Any], float], Any]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
-    """The latents of an undisturbed run; of another layout, which gives the same bits."""
+def whole_run(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -> Path:
+    """The folder of an undisturbed run; of another layout, which gives the same bits."""
     job = launch.start(CONFIG.replace(output_dir=tmp_path_factory.mktemp("whole") / "run", parallel=Parallel()))
     assert job.wait(120)["outcome"] == "ok"
-    return [runfolder.load_latents(job.folder, sample) for sample in range(SAMPLES)]
+    wait_until(lambda: not runfolder.launcher_alive(job.folder), 15)
+    return job.folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole_run: Path) -> list[torch.Tensor]:
+    return [runfolder.load_latents(whole_run, sample) for sample in range(SAMPLES)]
 
 
 @pytest.fixture
@@ -86,8 +91,7 @@ def assert_resumes(job: launch.Job, undisturbed: list[torch.Tensor]) -> None:
     assert (result["outcome"], result["samples_finished"]) == ("ok", SAMPLES)
     assert result["resumed"] == {"attempt": 2, "samples_kept": len(kept)}
     assert kept == {path: path.stat().st_mtime_ns for path in kept}
-    for sample, latents in enumerate(undisturbed):
-        assert torch.equal(runfolder.load_latents(job.folder, sample), latents), sample
+    assert_whole(job.folder, undisturbed)
     computed = {event["sample"] for event in runfolder.read_events(job.folder) if event["kind"] == "sample"}
     assert computed == set(range(SAMPLES)) - {int(path.stem.partition("-")[2]) for path in kept}
     with pytest.raises(ConfigError, match="has all its samples"):
@@ -152,15 +156,24 @@ def test_a_full_disk(small_disk: Path, undisturbed, wait_until: WaitUntil):
     assert_resumes(job, undisturbed)
 
 
-def test_a_killed_kernel_leaves_the_run_alone(tmp_path: Path, undisturbed, wait_until: WaitUntil):
+def assert_whole(folder: Path, undisturbed: list[torch.Tensor]) -> None:
+    for sample, latents in enumerate(undisturbed):
+        assert torch.equal(runfolder.load_latents(folder, sample), latents), sample
+
+
+def test_two_runs_at_once_and_the_death_of_a_kernel_that_started_one(
+    tmp_path: Path, undisturbed, wait_until: WaitUntil
+):
+    """Neither disturbs the other, and nothing disturbs the one whose kernel is killed."""
     from jupyter_client.manager import start_new_kernel
 
+    other = launch.start(CONFIG.replace(output_dir=tmp_path / "other", timeout_s=60))
     kernel, client = start_new_kernel(kernel_name="python3")
     try:
         client.execute(f"""
 import launch
 from vdpp_core import RunConfig
-launch.start(RunConfig.model_validate_json({CONFIG.replace(output_dir=tmp_path / "run").to_json()!r}))
+launch.start(RunConfig.model_validate_json({CONFIG.replace(output_dir=tmp_path / "run", timeout_s=60).to_json()!r}))
 """)
         job = wait_until(lambda: (tmp_path / "run" / "job.json").exists() and launch.attach("run", tmp_path), 60)
         family = in_the_middle(job.folder, wait_until)
@@ -168,24 +181,15 @@ launch.start(RunConfig.model_validate_json({CONFIG.replace(output_dir=tmp_path /
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
-    assert job.wait(60)["outcome"] == "ok"
+    assert [each.wait(120)["outcome"] for each in (job, other)] == ["ok", "ok"]
     assert_none_is_left(family)
-    for sample, latents in enumerate(undisturbed):
-        assert torch.equal(runfolder.load_latents(job.folder, sample), latents)
+    for folder in (job.folder, other.folder):
+        assert_whole(folder, undisturbed)
 
 
-def test_two_runs_at_once_give_what_each_gives_alone(tmp_path: Path, undisturbed):
-    others = [launch.start(CONFIG.replace(output_dir=tmp_path / f"run-{n}", timeout_s=60)) for n in range(2)]
-    assert [job.wait(120)["outcome"] for job in others] == ["ok", "ok"]
-    for job in others:
-        for sample, latents in enumerate(undisturbed):
-            assert torch.equal(runfolder.load_latents(job.folder, sample), latents)
-
-
-def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, undisturbed):
-    job = launch.start(CONFIG.replace(output_dir=tmp_path / "run", parallel=Parallel()))
-    whole = job.wait(60)
-    assert_none_is_left(processes(job.folder))
+def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, whole_run: Path, undisturbed):
+    job = launch.Job(Path(shutil.copytree(whole_run, tmp_path / "run")))
+    whole = job.result()
     changed, cut, missing = (runfolder.latents_path(job.folder, sample) for sample in (1, 2, 4))
     changed.write_bytes(changed.read_bytes()[:-4] + b"\0\0\0\0")
     cut.write_bytes(cut.read_bytes()[:100])
@@ -204,8 +208,7 @@ def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, undisturbed
     named = [str(line.message).partition(": ")[0] for line in told if line.category is UserWarning]
     assert named == [str(changed), str(cut)]
     assert job.wait(60)["resumed"] == {"attempt": 2, "samples_kept": 3}
-    for sample, latents in enumerate(undisturbed):
-        assert torch.equal(runfolder.load_latents(job.folder, sample), latents)
+    assert_whole(job.folder, undisturbed)
 
 
 def test_videos_are_made_of_samples_that_were_finished_before(tmp_path: Path):
@@ -224,13 +227,19 @@ def test_videos_are_made_of_samples_that_were_finished_before(tmp_path: Path):
     shutil.rmtree(job.folder)
 
 
-def test_what_cannot_be_resumed(tmp_path: Path):
-    job = launch.start(
-        RunConfig(model="dummy", latent_shape=(1, 4, 2, 8, 8), total_steps=2, output_dir=tmp_path / "runs" / "run")
-    )
-    assert job.wait(60)["outcome"] == "ok"
-    for run_id, words in (("run", "kept no latents"), ("nothing", "must be a folder with a run")):
-        done = launch_command(tmp_path, "resume", run_id)
-        assert done.returncode == 2, done.stdout
-        assert words in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+def test_what_cannot_be_resumed(tmp_path: Path, whole_run: Path):
+    job = launch.Job(Path(shutil.copytree(whole_run, tmp_path / "run")))
+    with pytest.raises(ConfigError, match="nothing is missing"):
+        job.resume()
+    config = RunConfig.read(job.folder)
+    runfolder.latents_path(job.folder, 0).unlink()
+    runfolder.write_atomically(job.folder / "config.json", config.replace(save_latents=False).to_json())
+    with pytest.raises(ConfigError, match="kept no latents"):
+        job.resume()
+    runfolder.write_atomically(job.folder / "config.json", config.replace(dtype="bf16").to_json())
+    with pytest.raises(
+        ConfigError, match=r"computed on cpu in float32; here it would be cpu in bfloat16: other latents"
+    ):
+        job.resume()
+    assert not (job.folder / "attempts").exists()
+    assert job.status() == "ok"
