@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 import warnings
@@ -94,6 +95,7 @@ def _start(arguments: argparse.Namespace) -> None:
 
 
 def _wait(job: Job) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as of scancel
     try:
         result = job.wait()
     except KeyboardInterrupt:

@@ -72,7 +72,7 @@ class Foreteller:
 
     def _setting(self, config: RunConfig) -> str:
         """What `rates.setting_of` will say of a run that has not started."""
-        threads = config.threads or max(1, machine.cores() // config.layout.world_size)
+        threads = machine.threads(config, config.layout.world_size)
         facts = {"device": machine.device_type(config), "dtype": str(machine.dtype(config)).removeprefix("torch.")}
         return rates.setting_of(config, facts | {"threads_per_rank": [threads], "hardware": self.hardware})
 

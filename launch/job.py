@@ -53,7 +53,7 @@ class Job:
         """samples_finished, num_samples, share (0 … 1), seconds_left, which rank is stalled, and each rank's phase,
         sample and step."""
         outcome, far = self.outcome(), progress(self.folder)
-        return {"status": outcome or far["phase"], **far}
+        return {"status": outcome or far["phase"], **far, "stalled": None if outcome else far["stalled"]}
 
     def damaged(self) -> list[str]:
         """A line on each line of events and each file of latents that cannot be trusted."""
@@ -83,7 +83,15 @@ class Job:
         return result
 
     def stop(self) -> dict[str, Any]:
-        """End the run; samples that are finished stay. Returns the result, also of a run that had ended before."""
+        """End the run; samples that are finished stay. Returns the result, also of a run that had ended before.
+
+        Raises:
+            ConfigError: somebody else started it, here or on another machine, and has to end it there.
+        """
+        if (result := self._settled()) is not None:
+            return result
+        if runfolder.read_launcher(self.folder) is None and self._ranks():
+            raise ConfigError("run", self.run_id, "was started by hand: end it there, with Ctrl-C or the kernel's stop")
         end(self.folder)
         return results.settle(self.folder, reason="stopped")
 
@@ -97,12 +105,17 @@ class Job:
             raise ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
         config = RunConfig.read(self.folder)
         machine.check(config, local_ranks=config.layout.world_size)
-        deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
-        while runfolder.launcher_alive(self.folder) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        for line in resuming.begin_again(self.folder):
-            warnings.warn(line, stacklevel=2)
-        launch([self.folder], log=self.folder / "logs" / "launcher.log")
+        with resuming.by_one(self.folder):
+            deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
+            while runfolder.launcher_alive(self.folder):
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        "run", self.run_id, "is watched over: wait until its launcher, or sweep, has ended"
+                    )
+                time.sleep(POLL_S)
+            for line in resuming.begin_again(self.folder):
+                warnings.warn(line, stacklevel=2)
+            launch([self.folder], log=self.folder / "logs" / "launcher.log")
         return self
 
     def result(self) -> dict[str, Any]:
@@ -119,6 +132,11 @@ class Job:
     def trace(self, path: Path | None = None) -> Path:
         """Write what each rank did when, for https://ui.perfetto.dev; `vdpp_core.chrome_trace.write`."""
         return chrome_trace.write(self.folder, path)
+
+    def _ranks(self) -> list[runfolder.Event]:
+        """The start events of ranks that live, on this machine."""
+        starts = [event for event in runfolder.read_events(self.folder) if event["kind"] == "start"]
+        return [start for start in starts if runfolder.is_rank(start)]
 
     def _settled(self) -> dict[str, Any] | None:
         result = runfolder.read_result(self.folder)
@@ -208,17 +226,20 @@ def end(folder: Path) -> None:
 def end_ranks(folder: Path) -> None:
     """End what is left of a run's ranks on this machine: a moment for a last word, then by force."""
     starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
-    left = [psutil.Process(event["pid"]) for event in starts if runfolder.is_rank(event)]
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
+    left = []
+    for start in starts:
+        with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+            if runfolder.is_rank(start):
+                left.append(psutil.Process(start["pid"]))
+                left[-1].terminate()
     for process in psutil.wait_procs(left, LAST_WORD_S)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process.kill()
 
 
 def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
-    """The job or sweep with this id, also one that another process started; an id is a folder under `root` (runs/).
+    """The job or sweep with this id, also one that another process started; an id is a folder under `root` (runs/), or
+    SWEEP/RUN for a run of a sweep.
 
     Raises:
         ConfigError: there is none.
@@ -226,7 +247,8 @@ def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
     from launch.sweep import Sweep
 
     root = root or runfolder.runs_root()
-    folder = within(root, run_id)
+    sweep, _, name = run_id.rpartition("/")
+    folder = within(within(root, sweep) if sweep else root, name)
     if runfolder.holds(folder, "sweep.json"):
         return Sweep(folder)
     if runfolder.holds(folder, "config.json"):

@@ -228,7 +228,7 @@ class Panel(widgets.VBox):
 
     def _going_on(self) -> list[Path]:
         """The run that somebody watches over now: of a sweep the one whose turn it is."""
-        alive = (job.folder for job in _all_runs() if job.outcome() is None and runfolder.launcher_alive(job.folder))
+        alive = (job.folder for job in _all_runs() if _outcome(job) is None and runfolder.launcher_alive(job.folder))
         return [folder] if (folder := next(alive, None)) else []
 
     def refresh(self, choose: Sequence[Path] | None = None) -> None:

@@ -52,7 +52,7 @@ def read(path: Path) -> Any:
     try:
         return nbformat.read(path, as_version=4)
     except Exception as error:  # of nbformat, jsonschema, json or the file system
-        raise ConfigError("notebook", path, f"must be a Jupyter notebook ({str(error).splitlines()[0]})") from None
+        raise ConfigError("notebook", path, f"must be a Jupyter notebook ({type(error).__name__})") from None
 
 
 def parse(words: Sequence[str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -48,17 +49,23 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         named = None
         while not self.over.wait(PERIOD_S):
-            events = self.watchdog.events()
-            ended = any(event["kind"] in ("error", "terminated") for event in events)
-            if ended and now() - events[-1]["t"] > LAST_WORDS_S:
+            with contextlib.suppress(OSError, psutil.Error):  # a file or a process that has just gone
+                named = self._look(named)
+
+    def _look(self, named: int | None) -> int | None:
+        """Act on what is seen; the rank that was named as stalled, if one was."""
+        events = self.watchdog.events()
+        if any(event["kind"] in ("error", "terminated") for event in events):
+            if now() - events[-1]["t"] > LAST_WORDS_S:
                 end_ranks(self.folder)
-            elif not ended and (stall := self.watchdog.look()):
-                if stall.rank != named:
-                    named = stall.rank
-                    print(f"{time.strftime('%H:%M:%S')} {stall}", flush=True)
-                if stall.silent_s > stall.limit_s:
-                    self.stalled = {stall.rank: f"stalled: {stall}"}
-                    end_ranks(self.folder)
+        elif stall := self.watchdog.look():
+            if stall.rank != named:
+                print(f"{time.strftime('%H:%M:%S')} {stall}", flush=True)
+            if stall.silent_s > stall.limit_s:
+                self.stalled = {stall.rank: f"stalled: {stall}"}
+                end_ranks(self.folder)
+            return stall.rank
+        return named
 
 
 def supervise(folder: Path, others: Others | None = None) -> dict[str, Any]:
@@ -135,6 +142,18 @@ def _supervise_node(folder: Path, nodes: Nodes) -> None:
         supervise(folder, others)
 
 
+def _one_of(folder: Path, sweep: Path | None) -> None:
+    """A run; whatever happens to it, those after it have their turn."""
+    try:
+        supervise(folder)
+        if sweep is not None:
+            Sweep(sweep).write_table()
+    except SignalException:
+        raise
+    except Exception:  # its folder was taken away, say, or the disk is full
+        traceback.print_exc()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
@@ -152,10 +171,8 @@ def main() -> None:
     waiting = list(arguments.folders)
     try:
         while waiting:
-            supervise(waiting[0])
+            _one_of(waiting[0], arguments.sweep)
             waiting.pop(0)
-            if arguments.sweep is not None:
-                Sweep(arguments.sweep).write_table()
     except SignalException:
         for folder in waiting:
             results.settle(folder, reason="stopped")

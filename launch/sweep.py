@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from launch.job import POLL_S, Job, end, launch, prepare, within
-from vdpp_core import machine, runfolder, tables
+from vdpp_core import machine, results, runfolder, tables
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
@@ -88,7 +88,7 @@ class Sweep:
         """End the run that goes on and drop those that wait."""
         end(self.jobs[-1].folder)
         for job in self.jobs:
-            job.stop()
+            results.settle(job.folder, reason="stopped")
         return self.table()
 
     def table(self) -> pd.DataFrame:
@@ -128,6 +128,6 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
             run_id = f"{len(runs):03d}-{str(config.layout).replace(' × ', '-').replace(' ', '')}"
             folders.append(prepare(config.replace(output_dir=folder / run_id)))
             runs.append({"run_id": run_id, "config": number, "repeat": repeat})
-    launch(folders, log=folder / "launcher.log", sweep=folder)
     runfolder.write_atomically(folder / "sweep.json", json.dumps(runs, indent=2) + "\n")
+    launch(folders, log=folder / "launcher.log", sweep=folder)
     return Sweep(folder)

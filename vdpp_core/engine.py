@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vdpp_core import conditioning, gathering, machine, memory, results, resuming, runfolder, unets
+from vdpp_core import conditioning, gathering, machine, memory, processes, results, resuming, runfolder, unets
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
@@ -101,8 +101,8 @@ class _Rank:
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "pid": psutil.Process().pid,
-            "created": psutil.Process().create_time(),
+            "pid": os.getpid(),
+            "created": processes.created_s(os.getpid()),
             "host": socket.gethostname(),
             "device": str(self.world.device),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -218,7 +218,12 @@ class _Rank:
 
     def _make_videos(self) -> None:
         """The second phase: the UNet goes, the latents are shared out, every rank makes its share of the videos."""
-        share = self._share_of_latents() if self.samples else {}
+        self.unet = None
+        if self.busy:
+            del self.denoiser, self.handoff
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        share = self._share_of_latents()
         for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
             latents = runfolder.load_latents(self.folder, sample).transpose(1, 2)
             share[sample] = latents.to(self.world.device)
@@ -230,13 +235,9 @@ class _Rank:
 
     def _share_of_latents(self) -> dict[int, Tensor]:
         """Sample -> latents, of every so-manieth sample of the replica; only who speaks for its last stage had them."""
-        shape, team = self.denoiser.latent_shape, self.world.team
-        layout, ranks = self.config.layout, dist.get_world_size(team)
-        source = layout.rank(0, layout.pp - 1)
-        del self.denoiser, self.handoff
-        self.unet = None
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        batch, channels, frames, rows, columns = self.config.shape
+        shape, team, layout = (batch, frames, channels, rows, columns), self.world.team, self.config.layout
+        ranks, source = dist.get_world_size(team), layout.rank(0, layout.pp - 1)
         share = {}
         for position, sample in enumerate(self.samples):
             latents = self.finished.pop(sample, None)
@@ -255,10 +256,11 @@ class _Rank:
         """
         if samples and not self.first:
             self.handoff.expect()
+        nothing = torch.zeros(self.denoiser.latent_shape, device=self.world.device, dtype=self.dtype)
         bar = self._progress_bar(samples)
         for position, sample in enumerate(samples):
             if self.first:
-                latents, waited = self._no_sample() if sample is None else source(sample), 0.0
+                latents, waited = nothing if sample is None else source(sample), 0.0
             else:
                 latents, waited = self.handoff.take()
                 if position + 1 < len(samples):
@@ -274,9 +276,6 @@ class _Rank:
                 sink(sample, latents)
         self.handoff.close()
         bar.close()
-
-    def _no_sample(self) -> Tensor:
-        return torch.zeros(self.denoiser.latent_shape, device=self.world.device, dtype=self.dtype)
 
     def _run_stage(self, sample: int | None, latents: Tensor, bar: tqdm) -> Tensor:
         index = self.samples.index(sample) if sample is not None and sample in self.samples else 0

@@ -31,7 +31,7 @@ _FACTS = {  # what readers rely on, beside t, rank and kind
     "video": {"sample", "seconds"},
     "official": {"sample", "equal_latents", "equal_frames", "max_latent_difference", "max_frame_difference"},
 }
-_NUMBERS = ("t", "seconds", "created", "max_latent_difference", "max_frame_difference", "sent_bytes")
+_NUMBERS = ("t", "seconds", "created", "sent_bytes")
 _WHOLE = ("rank", "sample", "step", "pid", "threads")
 _OBJECTS = ("memory", "decode_memory", "predicted_memory", "oom")
 
@@ -148,6 +148,8 @@ def _parsed(line: bytes, rank: int) -> Event | None:
         whole = event["rank"] == rank and {"t"} | _FACTS.get(event["kind"], set()) <= event.keys()
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    different = [event.get(f"max_{what}_difference", 0.0) for what in ("latent", "frame")]  # not a number, perhaps
+    whole = whole and all(isinstance(value, int | float) for value in different)
     for names, kind in ((_NUMBERS, int | float), (_WHOLE, int), (_OBJECTS, dict), (("error", "host"), str)):
         whole = whole and all(_is(event[name], kind) for name in names if name in event)
     return event if whole else None

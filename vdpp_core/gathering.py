@@ -12,6 +12,7 @@ import torch.distributed as dist
 from vdpp_core import results, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.events import EventLog
+from vdpp_core.files import write_whole
 from vdpp_core.mesh import PATIENCE, Ranks, communication
 
 CHUNK = 16 * 2**20  # bytes that are sent at a time
@@ -38,18 +39,17 @@ def finish(config: RunConfig, folder: Path, ranks: Ranks, log: EventLog) -> None
                     _send(folder / name, size, group, log)
                 elif ranks.rank == 0:
                     _receive(folder / name, size, rank, group, log)
-    result = [""]
+    result: list[dict[str, Any]] = [{}]
     if ranks.rank == 0:
         if config.command == "generate" and any(files):
             from vdpp_core import videos  # seconds that the other commands do not need
 
             videos.make_contact_sheet(config, folder)
-        results.write(folder, "ok")
-        result = [(folder / "result.json").read_text(encoding="utf-8")]
+        result = [results.write(folder, "ok")]
     with communication(0):
         dist.broadcast_object_list(result, src=0, group=group)
     if leads and ranks.rank != 0:
-        runfolder.write_atomically(folder / "result.json", result[0])
+        runfolder.write_result(folder, result[0])
 
 
 def _shared(folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> bool:
@@ -68,7 +68,9 @@ def _shared(folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> bool
 def _files(folder: Path) -> list[tuple[str, int]]:
     """Names below the folder, and bytes; what is appended from now on is left out."""
     paths = [path for part in runfolder.PARTS for path in sorted((folder / part).rglob("*"))]
-    return [(str(path.relative_to(folder)), path.stat().st_size) for path in paths if path.is_file()]
+    return [
+        (str(path.relative_to(folder)), path.stat().st_size) for path in paths if path.is_file() and path.name[0] != "."
+    ]
 
 
 def _send(path: Path, size: int, group: dist.ProcessGroup | None, log: EventLog) -> None:
@@ -81,11 +83,13 @@ def _send(path: Path, size: int, group: dist.ProcessGroup | None, log: EventLog)
 
 def _receive(path: Path, size: int, rank: int, group: dist.ProcessGroup | None, log: EventLog) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with draft.open("wb") as file:
-        for start in range(0, size, CHUNK):
-            part = torch.empty(min(CHUNK, size - start), dtype=torch.uint8)
-            dist.recv(part, src=rank, group=group)
-            file.write(part.numpy().tobytes())
-            log.write("gather")
-    draft.replace(path)
+
+    def write(draft: Path) -> None:
+        with draft.open("wb") as file:
+            for start in range(0, size, CHUNK):
+                part = torch.empty(min(CHUNK, size - start), dtype=torch.uint8)
+                dist.recv(part, src=rank, group=group)
+                file.write(part.numpy().tobytes())
+                log.write("gather")
+
+    write_whole(path, write)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 from vdpp_core import results, runfolder
 from vdpp_core.events import EventLog
-from vdpp_core.progress import Watchdog
+from vdpp_core.progress import Stall, Watchdog
 
 PERIOD_S = 0.5
 PATIENCE_S = 3.0
@@ -55,8 +56,13 @@ class Guard(threading.Thread):
                     self._end(128 + number, "terminated", signal=signal.Signals(number).name)
             elif self.parent is not None and os.getppid() != self.parent:
                 self._end(1, "terminated", signal="the launcher is gone")
-            elif stall := self.watchdog.over():
+            elif stall := self._stall():
                 self._end(1, "error", error=f"stalled: {stall}", blamed=stall.rank)
+
+    def _stall(self) -> Stall | None:
+        with contextlib.suppress(OSError):  # a file that has just gone
+            return self.watchdog.over()
+        return None
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:
         """Have the last word, then see to the result once the others have had theirs; a launcher does that better."""

@@ -50,9 +50,9 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
             first[span.sample] = span
         if place.stage == layout.pp - 1 and place.member == 0:
             last[span.sample] = span
-    if not last:
+    finished = sorted(first.keys() & last.keys())
+    if not finished:
         return {"samples_finished": 0}
-    finished = sorted(last)
     return numbers_of(
         layout,
         replica=np.array([places[last[sample].rank].replica for sample in finished]),

@@ -18,7 +18,7 @@ from vdpp_core.resuming import Work
 ENDS = ("done", "error", "terminated")
 AT_WORK, WAITS = "at work", "waits"
 LEAST_SILENCE_S = 2.0  # before anything is called a stall: a busy machine makes anybody silent for a moment
-LOADING_PATIENCE_S = 3600.0  # without an event of any rank, while weights may be downloaded
+FROZEN_S = 10.0  # between two looks of a watchdog, of which there are two a second
 KEPT = 100  # of a rank's latest events
 RECENT = 20  # steps, from which a rank's own pace is taken
 _VIDEOS = ("decode", "chunk", "video", "official")
@@ -102,8 +102,10 @@ class Stall:
         return words
 
 
-def look(config: RunConfig, work: Work, events: Sequence[Event], at: float | None = None) -> Stall | None:
-    """The rank that is stalled at a time (default: now), if one is.
+def look(
+    config: RunConfig, work: Work, events: Sequence[Event], at: float | None = None, since: float = 0.0
+) -> Stall | None:
+    """The rank that is stalled at a time (default: now), if one is. Silence counts from `since` on.
 
     A rank is late when it is silent for `stall_steps` of its own steps. One that is stopped is named first, then the
     one at work that fell silent first: those that wait are late because of others. Where all of this machine's wait,
@@ -116,24 +118,25 @@ def look(config: RunConfig, work: Work, events: Sequence[Event], at: float | Non
         if event["rank"] not in away:
             logs[event["rank"]].append(event)
     last = {rank: log[-1] for rank, log in logs.items() if log[-1]["kind"] not in ENDS}
+    heard = {rank: max(event["t"], since) for rank, event in last.items()}
     step_s = {rank: _step_s(logs[rank]) for rank in last}
-    late = [rank for rank in last if at - last[rank]["t"] > max(LEAST_SILENCE_S, config.stall_steps * step_s[rank])]
+    late = [rank for rank in last if at - heard[rank] > max(LEAST_SILENCE_S, config.stall_steps * step_s[rank])]
     late.sort(key=lambda rank: last[rank]["t"])
     started = all(any(event["kind"] == "clock" for event in log) for log in logs.values())
     states = {rank: _state(rank, last[rank], config, work) for rank in last if started}
     stopped = [rank for rank in late if logs[rank][0]["kind"] == "start" and runfolder.stands_still(logs[rank][0])]
     at_work = [rank for rank in late if states.get(rank) == AT_WORK]
-    stuck = late if len(late) == len(last) and set(states.values()) & {AT_WORK, WAITS} else []
+    stuck = [rank for rank in late if states.get(rank)] if len(late) == len(last) else []
     elsewhere = [other for rank in stuck for other in needed(config, rank, last[rank]) if other not in logs]
-    silent = late and len(late) == len(last) and at - last[late[-1]]["t"] > LOADING_PATIENCE_S
+    silent = late and len(late) == len(last) and at - max(heard.values()) > runfolder.PATIENCE_S
     culprits = stopped or elsewhere or at_work or stuck or (late if silent else [])
     if not culprits:
         return None
     rank = culprits[0]
     own, stage = logs.get(rank) or logs[late[0]], config.stages()[config.layout.place(rank).stage]
-    silent_s = at - own[-1]["t"]
+    silent_s = at - max(own[-1]["t"], since)
     longest = max(step_s[other] for other in late)
-    limit_s = max(config.timeout_s, (5 if rank in stopped + at_work else 3 * len(stage)) * longest)
+    limit_s = max(config.timeout_s, (5 if rank in stopped + at_work else 3 * config.total_steps) * longest)
     waiting = tuple(sorted(set(late) - {rank}))
     if rank in elsewhere and silent_s < limit_s:
         return None
@@ -147,6 +150,8 @@ def _state(rank: int, event: Event, config: RunConfig, work: Work) -> str | None
     """
     layout, kind = config.layout, event["kind"]
     replica, stage, member = layout.place(rank)
+    if not config.samples(replica, work.latents) and not config.padding(replica, work.latents):
+        return None
     final = event.get("sample") in config.samples(replica, work.latents)[-1:]
     last_stage = stage + 1 == layout.pp
     if kind == "clock":
@@ -170,7 +175,7 @@ def needed(config: RunConfig, rank: int, last: Event) -> list[int]:
         return [layout.rank(each, stage, mate) for each in replicas for mate in range(layout.lockstep)]
     if last["kind"] in ("step", "pad") and stage + 1 < layout.pp:
         return [layout.rank(replica, stage + 1, member)]
-    if last["kind"] in ("send", "sample", "step", "pad") and stage > 0:
+    if last["kind"] in ("clock", "send", "sample", "step", "pad") and stage > 0:
         return [layout.rank(replica, stage - 1, member)]
     return list(range(layout.world_size))  # all ranks meet: before the clock, before decoding, at the end
 
@@ -188,7 +193,7 @@ class Watchdog:
         self.folder, self.config = folder, RunConfig.read(folder)
         self.work, self.follower = resuming.work(folder, self.config), Follower(folder)
         self.logs: dict[int, list[Event]] = defaultdict(list)
-        self.next_look = 0.0
+        self.next_look, self.last_poll, self.since = 0.0, now(), 0.0
 
     def events(self) -> list[Event]:
         """Of each rank the first ones, until the clock, and the latest ones: what `look` wants to know."""
@@ -202,9 +207,12 @@ class Watchdog:
     def look(self, silence_s: float = LEAST_SILENCE_S) -> Stall | None:
         """A stall, if one is seen now; nothing is read as long as every rank wrote something within `silence_s`."""
         began = now()
+        if began - self.last_poll > FROZEN_S:  # all of this machine stood still, and nobody is to blame
+            self.since = began
+        self.last_poll = began
         if began < self.next_look or runfolder.longest_silence_s(self.folder) < silence_s:
             return None
-        stall = look(self.config, self.work, self.events())
+        stall = look(self.config, self.work, self.events(), since=self.since)
         self.next_look = now() + 20 * (now() - began)
         return stall
 

@@ -194,7 +194,7 @@ def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
         config, result = RunConfig.read(folder), runfolder.read_result(folder)
         if result is None or result["outcome"] != "ok":
             raise ConfigError("calibrate", folder, "must be a run that finished")
-        if result["resumed"]:
+        if result.get("resumed"):
             raise ConfigError("calibrate", folder, "was resumed: its times are those of its last attempt alone")
         told = result["parallel"], result["num_samples"], result["total_steps"]
         whole = told == (config.layout.model_dump(), config.num_samples, config.total_steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections import defaultdict
@@ -11,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vdpp_core import files, machine, metrics, resuming, runfolder, schedule
+from vdpp_core import machine, metrics, resuming, runfolder, schedule
 from vdpp_core.config import RunConfig
 from vdpp_core.events import Event, Follower
 from vdpp_core.metrics import Span
@@ -47,14 +46,13 @@ def measured_spans(events: Sequence[Event]) -> list[Span]:
 def write(folder: Path, outcome: str, failure: dict[str, Any] | None = None) -> dict[str, Any]:
     """Compute the result of a run folder and write result.json, the last of its files.
 
-    Where there is no room for it, it is returned all the same: whoever asks later computes it again.
+    Where it cannot be written, it is returned all the same: whoever asks later computes it again.
     """
     result = summarise(folder) | {"outcome": outcome} | ({"failure": failure} if failure else {})
-    files.release(folder)
     try:
-        runfolder.write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
-    except files.FullDiskError as error:
-        warnings.warn(str(error), stacklevel=2)
+        runfolder.write_result(folder, result)
+    except OSError as error:  # no room, or somebody else's folder
+        warnings.warn(f"{folder / 'result.json'} was not written: {error}", stacklevel=2)
     return result
 
 
@@ -197,8 +195,10 @@ def _own_fault(folder: Path) -> bool:
 
 
 def _all_done(folder: Path) -> bool:
-    done = {event["rank"] for event in runfolder.read_events(folder) if event["kind"] == "done"}
-    return len(done) == RunConfig.read(folder).layout.world_size
+    events = runfolder.read_events(folder)
+    done = {event["rank"] for event in events if event["kind"] == "done"}
+    whole = len(done) == RunConfig.read(folder).layout.world_size
+    return whole and not any(event["kind"] in ("error", "terminated") for event in events)
 
 
 def _all_vanished(folder: Path) -> bool:
@@ -230,7 +230,8 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     own_faults = [event for event in errors if event.get("lost_rank") is None]
     silent = sorted(by_rank.keys() - {event["rank"] for event in ends})
     gone = [rank for rank in silent if rank in exits]
-    gone += [rank for rank in silent if by_rank[rank] and runfolder.has_vanished(by_rank[rank][0])]
+    starts = {event["rank"]: event for own in by_rank.values() for event in own if event["kind"] == "start"}
+    gone += [rank for rank in silent if rank in starts and runfolder.has_vanished(starts[rank])]
     lost = {event.get("lost_rank") for event in errors}
     gone += [rank for rank in silent if rank in lost or (lost == {"unknown"} and len(silent) == 1)]
     terminated = {event["rank"] for event in ends if event["kind"] == "terminated"}

@@ -6,9 +6,11 @@ trusted only where its checksum says so. The earlier attempt's events stay, in a
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,6 +65,24 @@ def missing(folder: Path, config: RunConfig) -> tuple[Work, list[str]]:
     return Work(len(_attempts(folder)) + 2, latents, kept, videos), damaged
 
 
+@contextmanager
+def by_one(folder: Path) -> Iterator[None]:
+    """Only one process at a time is in here, for a folder.
+
+    Raises:
+        ConfigError: another one is.
+    """
+    try:
+        file = (folder / ".resuming").open("w")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError("run", folder.name, "is being resumed by somebody else") from None
+    except OSError as error:
+        raise ConfigError("run", folder.name, f"cannot be resumed ({error.strerror})") from None
+    with file:
+        yield
+
+
 def begin_again(folder: Path) -> list[str]:
     """Put what the last attempt left aside, and write down what is left to do; the run can then be started.
 
@@ -76,16 +96,16 @@ def begin_again(folder: Path) -> list[str]:
     if not config.save_latents:
         raise ConfigError("run", name, "kept no latents (save_latents), so nothing of it is left: start it anew")
     todo, damaged = missing(folder, config)
-    if not todo.latents and not todo.videos:
+    ended_well = (runfolder.read_result(folder) or {}).get("outcome") == "ok"
+    if ended_well and not todo.latents and not todo.videos:
         raise ConfigError("run", name, "has all its samples, nothing is missing")
     config = _as_before(folder, config)
+    aside = folder / "attempts" / str(todo.attempt - 1)
     try:
-        aside = folder / "attempts" / str(todo.attempt - 1)
-        aside.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError("run", name, "is being resumed by somebody else") from None
-    try:
+        for draft in [*folder.glob("latents/.*"), *folder.glob("videos/.*")]:
+            draft.unlink()  # of a process that died in the middle of writing
         files.reserve(folder, runfolder.room(config))
+        aside.mkdir(parents=True)
         for path in (folder / "events", folder / "logs", folder / TODO, *folder.glob("job*.json")):
             if path.exists():
                 path.rename(aside / path.name)
@@ -96,6 +116,7 @@ def begin_again(folder: Path) -> list[str]:
         if (folder / "result.json").exists():  # last: as long as it is there, the run has ended and can be resumed
             (folder / "result.json").rename(aside / "result.json")
     except OSError as error:
+        files.release(folder)
         raise ConfigError("run", name, f"cannot be resumed: {os.strerror(error.errno or 0)} in {folder}") from None
     return damaged
 
@@ -121,7 +142,8 @@ def _has_videos(folder: Path, config: RunConfig, sample: int) -> bool:
 
 def _as_before(folder: Path, config: RunConfig) -> RunConfig:
     """The configuration with what the earlier attempt was given by its machine, on which the bits depend."""
-    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
+    places = [folder, *_attempts(folder)]
+    starts = [event for place in places for event in runfolder.read_events(place) if event["kind"] == "start"]
     if not starts:
         return config.replace(output_dir=folder.absolute())
     before = starts[0]

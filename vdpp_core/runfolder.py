@@ -11,6 +11,7 @@ job.json         the launcher's process, where there is one (launch/); job-HOST.
 logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
 todo.json        of a resumed run: what this attempt has to do (resuming.py)
 attempts/N/      of a resumed run: events/, logs/, result.json, job.json and todo.json of attempt N, which ended early
+.resuming        locked by who resumes it
 .reserve         room for the last words on a full disk; goes when the run ends
 
 Of a run over several machines each has a folder; on shared storage that is the same one.
@@ -36,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vdpp_core import files
+from vdpp_core import files, processes
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.events import Event, Follower, events_paths
@@ -45,6 +46,7 @@ from vdpp_core.files import DamagedError, write_atomically
 __all__ = ["Event", "events_paths", "write_atomically"]  # those of others that belong to the folder
 
 PARTS = ("events", "latents", "videos", "logs")
+PATIENCE_S = 3600.0  # with a run of which nothing is heard: weights may be downloaded
 OUTCOMES = ("ok", "oom", "failed", "stopped")
 _LAST_WORDS = 256 * 1024  # bytes, and those of each sample in a result
 _OF_A_SAMPLE = 100
@@ -102,6 +104,7 @@ def create(config: RunConfig) -> Path:
         write_atomically(folder / "config.json", config.replace(output_dir=folder).to_json())
         files.reserve(folder, room(config))
     except OSError as error:
+        (folder / "config.json").unlink(missing_ok=True)  # or it would be a run that never starts
         raise ConfigError("output_dir", folder, f"must be a folder that can be written ({error.strerror})") from None
     return folder
 
@@ -202,6 +205,12 @@ def longest_silence_s(folder: Path) -> float:
     return time.time() - min((path.stat().st_mtime for path in events_paths(folder)), default=time.time())
 
 
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """The last of the files, in the room that was kept for it."""
+    files.release(folder)
+    write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
+
+
 def read_result(folder: Path) -> dict[str, Any] | None:
     """result.json, or None while there is none; what was in a damaged one is computed again."""
     result = read_object(folder / "result.json", "outcome")
@@ -217,7 +226,7 @@ def read_object(path: Path, *needed: str) -> dict[str, Any] | None:
         reason = "is not the object that was written"
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
     warnings.warn(f"not trusted: {DamagedError(path, reason)}", stacklevel=3)
     return None
@@ -225,7 +234,7 @@ def read_object(path: Path, *needed: str) -> dict[str, Any] | None:
 
 def write_launcher(folder: Path, pid: int, alone: bool = True) -> None:
     """Record the process that watches over the run, here or `alone`, and settles it after a bad end."""
-    facts = {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}
+    facts = {"pid": pid, "created": processes.created_s(pid), "host": socket.gethostname()}
     write_atomically(folder / "job.json" if alone else _launcher_path(folder), json.dumps(facts) + "\n")
 
 
@@ -241,11 +250,14 @@ def read_launcher(folder: Path) -> dict[str, Any] | None:
 
 
 def launcher_alive(folder: Path) -> bool:
-    """Whether somebody watches over the run; of another machine's launcher it is assumed."""
+    """Whether somebody watches over the run; of another machine's launcher that is assumed for PATIENCE_S."""
     launcher = read_launcher(folder)
     if launcher is None:
         return False
-    return launcher["host"] != socket.gethostname() or _is_process(launcher["pid"], launcher["created"])
+    if launcher["host"] == socket.gethostname():
+        return processes.is_alive(launcher["pid"], launcher["created"])
+    written = [path.stat().st_mtime for path in (folder / "config.json", *events_paths(folder)) if path.exists()]
+    return time.time() - max(written, default=0.0) < PATIENCE_S
 
 
 def logs_path(folder: Path) -> Path:
@@ -266,7 +278,7 @@ def logs_of(folder: Path, rank: int) -> str:
 
 def is_rank(start: Event) -> bool:
     """Whether the process of a rank's start event is still that rank, and on this machine."""
-    return start["host"] == socket.gethostname() and _is_process(start["pid"], start["created"])
+    return start["host"] == socket.gethostname() and processes.is_alive(start["pid"], start["created"])
 
 
 def has_vanished(start: Event) -> bool:
@@ -276,13 +288,7 @@ def has_vanished(start: Event) -> bool:
 
 def stands_still(start: Event) -> bool:
     """Whether the process of a rank's start event is known to be stopped, as by SIGSTOP."""
-    return is_rank(start) and psutil.Process(start["pid"]).status() == psutil.STATUS_STOPPED
-
-
-def _is_process(pid: int, created: float) -> bool:
-    """Whether a process is there, is no zombie, and no later one with the same number."""
     try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - created) < 2
+        return is_rank(start) and psutil.Process(start["pid"]).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
         return False

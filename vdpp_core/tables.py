@@ -36,7 +36,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "total_steps": config.total_steps,
                 "num_samples": config.num_samples,
                 "outcome": result["outcome"],
-                **_times({} if result["resumed"] else result),
+                **_times({} if result.get("resumed") else result),
                 "sent_gb_per_step": max(result.get("lockstep_gb_per_step_per_rank") or [0.0]),
                 "limit_gib": float("nan") if config.memory_limit_gib is None else config.memory_limit_gib,
                 "max_peak_memory_gb": result["max_peak_memory_gb"],

@@ -20,6 +20,7 @@ LAYERS = [
         "vdpp_core.files",
         "vdpp_core.layout",
         "vdpp_core.metrics",
+        "vdpp_core.processes",
         "vdpp_core.sizing",
         "vdpp_core.steps",
     },
@@ -93,7 +94,7 @@ LAYERS = [
 ]
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *("events", "files", "progress", "resuming"),
+    *("events", "files", "processes", "progress", "resuming"),
     *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
     *("advice", "article", "checks", "chrome_trace", "estimates", "planner_plots", "predicting", "tables", "trace"),
     *("network", "waiting"),

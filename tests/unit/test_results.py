@@ -9,14 +9,14 @@ import sys
 import psutil
 import pytest
 
-from vdpp_core import Parallel, RunConfig, progress, results, runfolder, tables
+from vdpp_core import Parallel, RunConfig, processes, progress, results, runfolder, tables
 
 FACTS = {"device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
 MEMORY = {"allocated_gb": 0.5, "resident_gb": 1.5}
 
 
 def process_facts(process):
-    return {"pid": process.pid, "created": process.create_time(), "host": socket.gethostname()}
+    return {"pid": process.pid, "created": processes.created_s(process.pid), "host": socket.gethostname()}
 
 
 HERE = process_facts(psutil.Process())

@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from vdpp_core import Parallel, RunConfig, progress, runfolder
+from vdpp_core import Parallel, RunConfig, processes, progress, runfolder
 from vdpp_core.resuming import Work
 
 STEPS = 4
@@ -41,9 +41,9 @@ def work(rank, sample, t, steps, end=None):
     )
 
 
-def look(of, *events, at):
+def look(of, *events, at, todo=None, since=0.0):
     events = sorted((event for some in events for event in some), key=lambda event: event["t"])
-    return progress.look(of, Work(1, range(of.num_samples)), events, at)
+    return progress.look(of, Work(1, range(of.num_samples) if todo is None else todo), events, at, since)
 
 
 def test_a_rank_in_the_middle_of_its_steps():
@@ -88,7 +88,7 @@ def test_replicas_that_are_done_do_not_hide_one_that_is_not():
 def test_nothing_is_stalled_before_the_clock_or_after_the_end():
     loading = begun(0)[:1], begun(1)[:2]
     assert look(config(pp=2), *loading, at=500.0) is None
-    assert look(config(pp=2), *loading, at=90 + progress.LOADING_PATIENCE_S + 10).rank == 0
+    assert look(config(pp=2), *loading, at=90 + runfolder.PATIENCE_S + 10).rank == 0
     over = [{"t": 200.0, "rank": 0, "kind": "done", "memory": {}}]
     assert look(config(), begun(0), over, at=1e6) is None
 
@@ -98,6 +98,43 @@ def test_loading_the_decoder_is_no_stall():
     first = [event for sample in range(3) for event in work(0, sample, 100.0 + 2 * sample, [0, 1], "send")]
     second = [event for sample in range(3) for event in work(1, sample, 102.0 + 2 * sample, [2, 3], "sample")]
     assert look(config(pp=2), begun(0), begun(1), first, second, at=500.0) is None
+
+
+@pytest.mark.parametrize("todo", [[0], []], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 1, "pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_a_rank_without_samples_is_no_stall(axes, todo):
+    """It waits at the clock until the others have made their videos, as when few samples of a run are resumed."""
+    of = config(num_samples=2, **axes)
+    busy = work(0, 0, 100.0, range(STEPS // of.layout.pp), "send" if of.layout.pp > 1 else "sample") if todo else []
+    if todo and of.layout.pp > 1:
+        busy += work(1, 0, 102.0, [2, 3], "sample")
+    assert look(of, *(begun(rank) for rank in range(of.layout.world_size)), busy, at=900.0, todo=todo) is None
+
+
+def test_the_fill_of_a_pipeline_over_machines_is_no_stall():
+    """The last stage hears nothing until the first sample went through all the others, here on another machine."""
+    of = RunConfig(total_steps=40, num_samples=3, parallel=Parallel(pp=4), timeout_s=30)
+    theirs = [
+        event | {"host": "elsewhere"} if event["kind"] == "start" else event
+        for rank in range(3)
+        for event in begun(rank)
+    ]
+    assert look(of, theirs, begun(3), at=100.0 + 30 * 1.1) is None
+    assert look(of, theirs, begun(3), at=100.0 + 3 * 40 * 1.1).rank == 2
+
+
+def test_replicas_that_are_through_do_not_take_the_blame_for_others():
+    of = config(num_samples=2, dp=2, pp=2)
+    through = work(2, 1, 100.0, [0, 1], "send"), work(3, 1, 102.0, [2, 3], "sample")
+    waiting = work(0, 0, 100.0, [0, 1]), work(1, 0, 103.0, [2])
+    stall = look(of, *(begun(rank) for rank in range(4)), *through, *waiting, at=150.0)
+    assert stall.rank == 1
+
+
+def test_nobody_is_to_blame_for_a_machine_that_stood_still(tmp_path, write_events):
+    events = begun(0), work(0, 0, 100.0, [0])
+    assert look(config(), *events, at=500.0, since=495.0) is None
+    assert look(config(), *events, at=530.0, since=495.0).silent_s == pytest.approx(35.0)
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"frames": 2}], ids=str)
@@ -126,7 +163,7 @@ def test_of_ranks_in_lockstep_the_stopped_one_is_to_blame():
     """All of them are in the middle of a step; which one does not move only its process tells."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
-    second = begun(1, process.pid, process.create_time())
+    second = begun(1, process.pid, processes.created_s(process.pid))
     frames = config(frames=2)
     try:
         events = begun(0), second, work(0, 0, 100.0, [0]), work(1, 0, 100.5, [0])
