@@ -111,11 +111,12 @@ def test_runs_are_as_busy_in_their_traces_as_in_their_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("warnings.showwarning", print)  # main sets it
+    monkeypatch.chdir(tmp_path)
     layouts = [Parallel(pp=2), Parallel(dp=2)]
-    jobs = [launch.start(SHORT.replace(output_dir=tmp_path / str(layout), parallel=layout)) for layout in layouts]
+    jobs = [launch.start(SHORT.replace(output_dir=f"runs/{layout}", parallel=layout)) for layout in layouts]
     for job, layout in zip(jobs, layouts, strict=True):
         result = job.wait(120)
-        main(["trace", str(job.folder)])
+        main(["trace", job.run_id])
         said = capsys.readouterr()
         assert said.out == f"{job.folder / 'trace.json'}\n"
         assert "https://ui.perfetto.dev" in said.err
