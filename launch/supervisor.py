@@ -62,7 +62,7 @@ class Watchdog(threading.Thread):
             if stall.rank != named:
                 print(f"{time.strftime('%H:%M:%S')} {stall}", flush=True)
             if stall.silent_s > stall.limit_s:
-                self.stalled = {stall.rank: f"stalled: {stall}"}
+                self.stalled = {stall.rank: stall.cause}
                 end_ranks(self.folder)
             return stall.rank
         return named

@@ -57,7 +57,7 @@ class Guard(threading.Thread):
             elif self.parent is not None and os.getppid() != self.parent:
                 self._end(1, "terminated", signal="the launcher is gone")
             elif stall := self._stall():
-                self._end(1, "error", error=f"stalled: {stall}", blamed=stall.rank)
+                self._end(1, "error", error=stall.cause, blamed=stall.rank)
 
     def _stall(self) -> Stall | None:
         with contextlib.suppress(OSError):  # a file that has just gone

@@ -26,6 +26,7 @@ from vdpp_core.limits import is_out_of_memory
 
 # Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
 PATIENCE = timedelta(days=7)
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _POLL_S = 0.05  # of those who wait for the work of a few
 
 T = TypeVar("T")
@@ -183,7 +184,8 @@ def _loopback() -> str:
 def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
     """Join the ranks of a run and leave them at the end. One rank without torchrun makes a group of its own.
 
-    The caller's number of threads is put back at the end, since one rank may run inside somebody's notebook.
+    The caller's number of threads and network interfaces are put back at the end, since one rank may run inside
+    somebody's notebook.
     """
     device = device_of(config, ranks)
     if device.type == "cuda":
@@ -191,11 +193,12 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
     threads_before = torch.get_num_threads()
     threads = machine.threads(config, ranks.local_world_size)
     torch.set_num_threads(threads)
-    if ranks.local_world_size == ranks.world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())  # gloo takes what the machine's name stands for
     store = dist.PrefixStore(name, _store(ranks))
+    interfaces_before = {name: os.environ.get(name) for name in _INTERFACES}
     if ranks.several_machines:
         _name_interface()
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())  # gloo takes what the machine's name stands for
     try:
         dist.init_process_group(
             machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
@@ -219,3 +222,7 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
         raise
     finally:
         torch.set_num_threads(threads_before)
+        for variable, value in interfaces_before.items():  # which processes that this one starts would inherit
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value

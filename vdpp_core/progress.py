@@ -90,6 +90,11 @@ class Stall:
     waiting: tuple[int, ...]
     limit_s: float
 
+    @property
+    def cause(self) -> str:
+        """What is said of a run that it ended."""
+        return f"stalled: {self} (ended after {self.limit_s:g} s, timeout_s)"
+
     def __str__(self) -> str:
         known = (("sample", self.sample), ("step", self.step))
         at = ", ".join(f"{name} {value}" for name, value in known if value is not None)
