@@ -8,9 +8,9 @@ READY := .venv/ready
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
 
-test: $(READY) ## unit tests, then notebook and distributed tests, two files at a time; a browser; what needs quiet last
+test: $(READY) ## unit tests, then notebook and distributed tests, three files at a time; a browser; what needs quiet
 	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile tests/unit
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" \
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" \
 		tests/notebooks tests/distributed
 	$(VENV)/python -m pytest tests/browser
 	$(VENV)/python -m pytest -m alone tests/distributed

@@ -17,8 +17,6 @@ import torch
 
 from vdpp_core import Parallel, RunConfig, engine, runfolder
 
-pytestmark = pytest.mark.alone
-
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 ENDPOINT = "10.77.0.1:29400"
 TIMEOUT_S = 5

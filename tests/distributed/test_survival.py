@@ -19,8 +19,6 @@ import launch
 from vdpp_core import Parallel, RunConfig, runfolder
 from vdpp_core.errors import ConfigError
 
-pytestmark = pytest.mark.alone
-
 SAMPLES = 6
 CONFIG = RunConfig(
     total_steps=36,
