@@ -56,13 +56,11 @@ def events(config: RunConfig, rank: int) -> list[tuple[float, str, dict[str, Any
 @pytest.fixture
 def reports(tmp_path: Path, write_events: Callable[..., None]) -> Path:
     """figures/ with a report of the notebook of the plots, of a sweep written by hand, and of one that fails."""
-    write_sweep(tmp_path / "sweep", write_events)
+    write_sweep(tmp_path / "runs" / "sweep", write_events)
     fails = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     nbformat.write(fails, tmp_path / "00_fails.ipynb")
-    plots = next((PROJECT / "notebooks").glob("*_plots.ipynb"))
-    failed, plotted = report(
-        [str(tmp_path / "00_fails.ipynb"), plots.stem], [f"sweep={tmp_path / 'sweep'}"], figures=tmp_path / "figures"
-    )
+    plots = shutil.copy(next((PROJECT / "notebooks").glob("*_plots.ipynb")), tmp_path)
+    failed, plotted = report([str(tmp_path / "00_fails.ipynb"), plots], ["sweep=sweep"], figures=tmp_path / "figures")
     assert failed.error == "failed in cell 1: ZeroDivisionError: division by zero"
     assert plotted.error is None
     return tmp_path / "figures" / "reports"
