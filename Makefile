@@ -3,17 +3,20 @@ PYTHON ?= python3
 VENV := .venv/bin
 READY := .venv/ready
 
-.PHONY: report test lab lint benchmark gpu-check
+.PHONY: report test test-all lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
 
 test: $(READY) ## unit tests, then notebook and distributed tests, three files at a time; a browser; what needs quiet
 	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile tests/unit
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" \
-		tests/notebooks tests/distributed
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+		-m "not alone and not again" tests/notebooks tests/distributed/test_survival.py tests/distributed
 	$(VENV)/python -m pytest tests/browser
-	$(VENV)/python -m pytest -m alone tests/distributed
+	$(VENV)/python -m pytest -m "alone and not again" tests/distributed
+
+test-all: test ## and what is shown once more in other layouts or ways
+	$(VENV)/python -m pytest -m again tests/distributed
 
 lab: $(READY) ## open the workbook
 	$(VENV)/jupyter lab notebooks

@@ -86,10 +86,10 @@ def assert_no_rank_is_left(folder, ranks=2):
 @pytest.mark.parametrize(
     ("rank", "parallel"),
     [
-        (0, Parallel(pp=2)),
-        (1, Parallel(dp=2, fsdp=True)),
+        pytest.param(0, Parallel(pp=2), marks=pytest.mark.again),
+        pytest.param(1, Parallel(dp=2, fsdp=True), marks=pytest.mark.again),
         (0, Parallel(frames=2)),
-        (1, Parallel(cfg=2)),
+        pytest.param(1, Parallel(cfg=2), marks=pytest.mark.again),
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_torchrun_itself_is_killed(long_run, torchrun_in_background, wait_until)
     assert_what_is_finished_is_whole(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.again)])
 def test_torchrun_is_told_to_end(number, long_run, torchrun_in_background, wait_until):
     folder = long_run()
     with torchrun_in_background(2, "run", folder) as process:
@@ -136,7 +136,7 @@ def test_torchrun_is_told_to_end(number, long_run, torchrun_in_background, wait_
     assert_what_is_finished_is_whole(folder)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.again), 1])
 def test_a_rank_stands_still(rank, long_run, torchrun_in_background, wait_until):
     folder = long_run(timeout_s=5)
     with torchrun_in_background(2, "run", folder):

@@ -154,6 +154,7 @@ def test_a_link_that_is_cut_in_mid_run_is_reported_on_both_sides(machines: Machi
     wait_until(lambda: not machines.pids(), 5)
 
 
+@pytest.mark.again
 def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: WaitUntil):
     machines.start("killed", *LONG)
     folders = [machine.run("killed") for machine in machines]

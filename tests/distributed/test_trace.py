@@ -110,7 +110,7 @@ def busy(entries: list[Entry]) -> list[float]:
 def test_runs_are_as_busy_in_their_traces_as_in_their_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("warnings.showwarning", print)  # main sets it
+    monkeypatch.setattr("warnings.showwarning", lambda *_: None)  # main sets it
     monkeypatch.chdir(tmp_path)
     layouts = [Parallel(pp=2), Parallel(dp=2)]
     jobs = [launch.start(SHORT.replace(output_dir=f"runs/{layout}", parallel=layout)) for layout in layouts]
