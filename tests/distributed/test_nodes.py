@@ -169,6 +169,7 @@ def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: Wa
     wait_until(lambda: not machines.pids(), 15)
 
 
+@pytest.mark.again
 def test_a_stop_on_one_machine_ends_all(machines: Machines, wait_until: WaitUntil):
     machines.start("stopped", *LONG)
     folders = [machine.run("stopped") for machine in machines]
