@@ -30,6 +30,7 @@ from launch.others import Others
 from launch.sweep import Sweep
 from vdpp_core import loopback, progress, results, runfolder
 from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
 from vdpp_core.events import now
 
 PERIOD_S = 0.5
@@ -150,8 +151,10 @@ def _one_of(folder: Path, sweep: Path | None) -> None:
             Sweep(sweep).write_table()
     except SignalException:
         raise
-    except Exception:  # its folder was taken away, say, or the disk is full
+    except Exception as error:  # its folder was taken away, say, or the disk is full
         traceback.print_exc()
+        with contextlib.suppress(ConfigError):  # not even its configuration is there
+            results.settle(folder, reason=f"could not be run: {type(error).__name__}: {error}")
 
 
 def main() -> None:

@@ -154,11 +154,17 @@ def test_a_link_that_is_cut_in_mid_run_is_reported_on_both_sides(machines: Machi
     wait_until(lambda: not machines.pids(), 5)
 
 
+def in_mid_run(machines: Machines, run_id: str, wait_until: WaitUntil) -> list[Path]:
+    """Each machine's folder of a long run, when some samples are done."""
+    machines.start(run_id, *LONG)
+    folders = [machine.run(run_id) for machine in machines]
+    wait_for_samples(folders[1], wait_until)
+    return folders
+
+
 @pytest.mark.again
 def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: WaitUntil):
-    machines.start("killed", *LONG)
-    folders = [machine.run("killed") for machine in machines]
-    wait_for_samples(folders[1], wait_until)
+    folders = in_mid_run(machines, "killed", wait_until)
     (start,) = [event for event in runfolder.read_events(folders[1]) if event["kind"] == "start"]
     os.kill(start["pid"], signal.SIGKILL)
     results = results_of(folders, wait_until, 15)
@@ -171,9 +177,7 @@ def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: Wa
 
 @pytest.mark.again
 def test_a_stop_on_one_machine_ends_all(machines: Machines, wait_until: WaitUntil):
-    machines.start("stopped", *LONG)
-    folders = [machine.run("stopped") for machine in machines]
-    wait_for_samples(folders[1], wait_until)
+    folders = in_mid_run(machines, "stopped", wait_until)
     assert "stopped" in machines[0].launch("stop", "stopped").communicate(timeout=200)[0]
     results = results_of(folders, wait_until, 10)
     assert [result["outcome"] for result in results] == ["stopped", "stopped"]
