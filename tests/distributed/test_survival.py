@@ -131,8 +131,7 @@ def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait
     assert (result["outcome"], failure["rank"]) == ("failed", rank)
     assert failure["cause"].startswith(cause)
     if rank is not None:
-        assert failure["sample"] >= 2
-        assert failure["step"] >= 18
+        assert (failure["sample"], failure["step"]) >= (1, 35)  # of two finished samples at the least
     assert_none_is_left(family)
     assert_resumes(job, undisturbed)
 
