@@ -1,14 +1,17 @@
 """Runs in the background: started from a notebook or a terminal, watched from anywhere, ended without orphans."""
 
-from launch.comparing import compare, timeline
-from launch.gallery import gallery
-from launch.job import Job, attach, jobs, start
-from launch.link import probe
-from launch.nodes import Nodes
-from launch.panel import panel
-from launch.sliders import sliders
-from launch.sweep import Sweep, sweep
-from launch.watch import watch
+from vdpp_core.importing import importing
+
+with importing():
+    from launch.comparing import compare, timeline
+    from launch.gallery import gallery
+    from launch.job import Job, attach, jobs, start
+    from launch.link import probe
+    from launch.nodes import Nodes
+    from launch.panel import panel
+    from launch.sliders import sliders
+    from launch.sweep import Sweep, sweep
+    from launch.watch import watch
 
 __all__ = [
     "Job",

@@ -11,14 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vdpp_core import cli, machine, memory, predicting, runfolder
-from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError
-from vdpp_core.layout import Parallel
-from vdpp_core.limits import OutOfMemoryError
-from vdpp_core.measure import importing, keep_freed_memory
-from vdpp_core.media import how_it_fits
-from vdpp_core.mesh import Ranks, agree
+from vdpp_core.importing import importing
+
+with importing():
+    from vdpp_core import cli, machine, memory, predicting, runfolder
+    from vdpp_core.config import RunConfig
+    from vdpp_core.errors import ConfigError
+    from vdpp_core.layout import Parallel
+    from vdpp_core.limits import OutOfMemoryError
+    from vdpp_core.measure import keep_freed_memory
+    from vdpp_core.media import how_it_fits
+    from vdpp_core.mesh import Ranks, agree
 
 PREDICTING = {"memory": predicting.show_memory, "plan": predicting.show_plan}
 PEERS = "diffusers, accelerate, torch's pipelining and ours, side by side on the same samples; two a rank by default"

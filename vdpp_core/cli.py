@@ -11,8 +11,8 @@ from typing import Any, NoReturn, get_args
 
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError, in_one_line
+from vdpp_core.importing import importing
 from vdpp_core.layout import AXES, MOST_RANKS, Parallel
-from vdpp_core.measure import importing
 
 COMMANDS = {
     "simulate": "the logic of a run on the dummy network, CPU and fp32",

@@ -22,6 +22,7 @@ from vdpp_core.events import EventLog
 from vdpp_core.files import FullDiskError
 from vdpp_core.guard import Guard
 from vdpp_core.handoff import Handoff
+from vdpp_core.importing import importing
 from vdpp_core.limits import Device, OutOfMemoryError
 from vdpp_core.measure import MemoryMeter, Stopwatch
 from vdpp_core.mesh import LostRankError, Ranks, World, communication, joined
@@ -93,8 +94,8 @@ class _Rank:
         self.finished: dict[int, Tensor] = {}
         self.log.write("start", **self._facts())
         if config.model != "dummy":
-            from vdpp_core import videos  # seconds that the dummy does not need; no memory of the model's, so not later
-
+            with importing():  # seconds that the dummy does not need; no memory of the model's, so not later
+                from vdpp_core import videos
             self.videos = videos
         if world.rank == 0:
             self.log.write("predicted", predicted_memory=memory.predict(config).in_gb())

@@ -9,14 +9,17 @@ from __future__ import annotations
 import socket
 import sys
 
-from torch.distributed import PrefixStore, TCPStore, run
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from vdpp_core.importing import importing
+
+with importing():
+    from torch.distributed import PrefixStore, TCPStore, run
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
 
 ADDRESS = "127.0.0.1"
 BACKEND = "loopback"

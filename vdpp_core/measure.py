@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,18 +13,6 @@ import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MOST_FOR_MMAP = 32 * 2**20  # what glibc accepts at most as the latter
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Import large libraries in here: what they define stays, and Python need not look for garbage in it, which would
-    take a quarter of the time of importing them."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def keep_freed_memory(keep: bool) -> None:

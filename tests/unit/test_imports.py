@@ -18,6 +18,7 @@ LAYERS = [
         "vdpp_core.config",
         "vdpp_core.errors",
         "vdpp_core.files",
+        "vdpp_core.importing",
         "vdpp_core.layout",
         "vdpp_core.metrics",
         "vdpp_core.processes",
