@@ -76,26 +76,34 @@ class Device:
         else:
             resource.setrlimit(resource.RLIMIT_DATA, before)
 
-    def free(self) -> int:
-        """Bytes that are left, inside `limited` those of the limit."""
+    def _lift(self) -> int | None:
+        """End a CPU's limit; what it was."""
+        if self.limit_gib is None or self.device.type != "cpu":
+            return None
+        limit, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        return limit
+
+    def free(self, lifted: int | None = None) -> int:
+        """Bytes that are left, inside `limited` those of the limit, also of one that was lifted."""
         if self.device.type == "cuda":
             left = torch.cuda.mem_get_info(self.device)[0]
             if self.limit_gib is not None:
                 left = min(left, int(self.limit_gib * GIB) - torch.cuda.memory_reserved(self.device))
         elif self.limit_gib is not None:
-            left = resource.getrlimit(resource.RLIMIT_DATA)[0] - _private_memory()
+            limit = resource.getrlimit(resource.RLIMIT_DATA)[0] if lifted is None else lifted
+            left = limit - _private_memory()
         else:
             left = psutil.virtual_memory().available
         return max(0, left)
 
     def explain(self, error: BaseException, model: nn.Module | None, phase: str) -> OutOfMemoryError | None:
-        """What is known of an error inside `limited` if it is a lack of memory, else None."""
+        """What is known of an error inside `limited` if it is a lack of memory, else None. A CPU's limit ends with it:
+        to tell takes memory, too."""
+        lifted = self._lift()
         if not is_out_of_memory(error):
             return None
-        request, free = _REQUEST.search(str(error)), self.free()
-        if self.limit_gib is not None and self.device.type == "cpu":  # what follows needs a little
-            most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        request, free = _REQUEST.search(str(error)), self.free(lifted)
         return OutOfMemoryError(
             {
                 "requested_gb": float(request[1]) * _UNITS[request[2]] / 1e9 if request else None,

@@ -28,7 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "NUM_SAMPLES": 3,
         "REPEATS": 1,
     },
-    "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 4, 16, 16]},
+    "02_fsdp_memory": {"LATENT_SHAPE": [1, 4, 2, 8, 8]},
     "03_latency": {"LATENT_SHAPE": [1, 4, 4, 8, 8], "TOTAL_STEPS": 2, "VIDEO_STEPS": 2, "RANKS": [2]},
     "04_planner": {"MODEL": "tiny"},
     "05_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},

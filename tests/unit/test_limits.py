@@ -99,6 +99,26 @@ except MemoryError as error:
     assert facts["layer"] is None
 
 
+def test_it_can_be_told_when_nothing_at_all_is_left():
+    facts = run("""
+held = full = None
+try:
+    with device.limited():
+        try:
+            while True:
+                held = held, bytes(600)
+        except MemoryError as error:
+            full = device.explain(error, None, "loading")
+            raise
+except MemoryError:
+    while held:  # one by one, not as deep as it is
+        held = held[0]
+    print(json.dumps(full.facts))
+""")
+    assert facts["phase"] == "loading"
+    assert facts["free_gb"] < 0.001
+
+
 @pytest.mark.parametrize("words", [
     "CUDA out of memory. Tried to allocate 2.75 GiB. GPU 0 has a total capacity of 23.68 GiB …",
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to …",
