@@ -8,12 +8,11 @@ READY := .venv/ready
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
 
-test: $(READY) ## unit tests, then notebook and distributed tests, three files at a time; a browser; what needs quiet
+test: $(READY) ## unit tests; notebook, browser and distributed tests, three files at a time; what needs quiet
 	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile tests/unit
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-		-m "not alone and not again" tests/notebooks tests/distributed/test_survival.py tests/distributed
-	$(VENV)/python -m pytest tests/browser
-	$(VENV)/python -m pytest -m "alone and not again" tests/distributed
+		-m "not alone and not again" tests/notebooks tests/distributed/test_survival.py tests/browser tests/distributed
+	$(VENV)/python -m pytest -n 2 --dist loadfile -m "alone and not again" tests/distributed
 
 test-all: test ## and what is shown once more in other layouts or ways
 	$(VENV)/python -m pytest -m again tests/distributed

@@ -15,10 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.browser.lab import chromium, lab
 from vdpp_core.config import EXAMPLE_IMAGE, MODELS, RunConfig
 from vdpp_core.media import read_image
 from vdpp_core.runfolder import events_paths
 
+__all__ = ["chromium", "lab"]  # fixtures
 DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

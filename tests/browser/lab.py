@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 CHROMIUM = shutil.which("chromium")
 NEEDED = bool(os.environ.get("VDPP_NEEDS_BROWSER"))  # then its absence is a failure, not a reason to skip
@@ -84,16 +84,23 @@ def needs_browser() -> None:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """JupyterLab over an empty folder, in Chromium."""
+def chromium() -> Iterator[Browser]:
+    """The one browser of these tests: Playwright drives one at a time."""
     needs_browser()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def lab(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """JupyterLab over an empty folder, in Chromium."""
     home = tmp_path_factory.mktemp("lab")
     root = home / "root"
     root.mkdir()
-    with _server(home, root) as server, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield Lab(browser.new_page(viewport=WINDOW), server["url"], server["token"], root)
-        browser.close()
+    with _server(home, root) as server:
+        yield Lab(chromium.new_page(viewport=WINDOW), server["url"], server["token"], root)
 
 
 @contextmanager

@@ -40,14 +40,16 @@ expect.set_options(timeout=PATIENCE_S * 1000)
 
 
 @pytest.fixture
-def show(lab: Lab) -> Iterator[object]:
-    """show(source): a notebook of one cell, executed; closed at the end of the test."""
+def show(lab: Lab, tmp_path: Path) -> Iterator[object]:
+    """show(source): a notebook of one cell in a folder of its own, executed; closed at the end of the test."""
+    folder = lab.root / tmp_path.name
+    folder.mkdir()
 
     def run(source: str) -> Lab:
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source.strip())])
         book.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
-        nbformat.write(book, lab.root / "one.ipynb")
-        lab.open("one.ipynb")
+        nbformat.write(book, folder / "one.ipynb")
+        lab.open(f"{folder.name}/one.ipynb")
         lab.run_all()
         return lab
 
@@ -143,6 +145,7 @@ def test_runs_are_described_foretold_started_shown_and_compared_by_keyboard(show
 
 def test_a_run_outlives_page_and_kernel_and_is_stopped(show):
     lab = show(PANEL)
+    path = lab.page.evaluate("jupyterapp.shell.currentWidget.context.path")
     panel, keys = lab.page.locator(".lab-panel"), lab.page.keyboard
     for name in ("num_samples", "total_steps"):
         handle(panel, name).focus()
@@ -158,7 +161,7 @@ def test_a_run_outlives_page_and_kernel_and_is_stopped(show):
 
     lab.save()
     lab.page.reload()
-    lab.ready("one.ipynb")
+    lab.ready(path)
     further(lab)
 
     lab.restart_kernel()

@@ -10,13 +10,11 @@ from typing import Any
 
 import nbformat
 import pytest
+from playwright.sync_api import Browser, Page
 
 from launch.report import PROJECT, report
 from vdpp_core import Parallel, RunConfig, results, runfolder
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 FACTS = {"host": "a", "device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
 STEP_S = 0.25
 
@@ -66,14 +64,10 @@ def reports(tmp_path: Path, write_events: Callable[..., None]) -> Path:
     return tmp_path / "figures" / "reports"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
-def test_every_picture_of_a_report_is_drawn_without_a_network(reports: Path):
+def test_every_picture_of_a_report_is_drawn_without_a_network(chromium: Browser, reports: Path):
     assert not list(reports.parent.glob("*.png"))  # which a report of some notebooks leaves as they are
     requests: list[str] = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        context = browser.new_context()
-        context.set_offline(True)
+    with chromium.new_context(offline=True) as context:
         page = context.new_page()
         page.on("request", lambda request: requests.append(request.url))
         page.goto((reports / "index.html").as_uri())
@@ -83,7 +77,6 @@ def test_every_picture_of_a_report_is_drawn_without_a_network(reports: Path):
             page.goto(link)
             pictures.append(widths(page))
             assert page.locator(".jp-Notebook").count() == 1
-        browser.close()
     index, failed, failed_cell, plots = pictures
     assert failed == failed_cell == []
     assert len(index) == len(plots) > 2
@@ -91,6 +84,6 @@ def test_every_picture_of_a_report_is_drawn_without_a_network(reports: Path):
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-def widths(page: Any) -> list[int]:
+def widths(page: Page) -> list[int]:
     page.wait_for_load_state("load")
     return page.eval_on_selector_all("img", "images => images.map(image => image.naturalWidth)")

@@ -15,9 +15,7 @@ from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from launch import pages
-from tests.browser.lab import CHROMIUM, NEEDED, Lab, lab
-
-__all__ = ["lab"]  # a fixture
+from tests.browser.lab import CHROMIUM, NEEDED, Lab
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SMALL: dict[str, dict[str, Any]] = {

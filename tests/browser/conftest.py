@@ -1,5 +1,0 @@
-"""The fixtures of the browser tests."""
-
-from tests.browser.lab import lab
-
-__all__ = ["lab"]
