@@ -38,7 +38,10 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     ball = Image.open(EXAMPLE_IMAGE).convert("RGB")
     images = {25: ball, 5: ImageOps.invert(ball)}  # steps: image
-    alone = [generate(pipe, image, steps) for steps, image in images.items()]
+    alone: list[Any] = [None] * len(images)
+    if dist.get_rank() == 0:
+        alone = [generate(pipe, image, steps) for steps, image in images.items()]
+    dist.broadcast_object_list(alone)
     mesh = Parallel(**json.loads(sys.argv[1])).mesh("cpu")
     pipe.unet = vdpp_core.parallelize(pipe.unet, mesh)
     found = []
