@@ -45,11 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     starting = action("start", _start, "start a run and return at once")
-    starting.add_argument("--nproc", metavar="N", help="ranks on this machine; default: 1")
-    starting.add_argument("--nnodes", metavar="N", help="machines; start the same on each of them")
-    starting.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: one of them, a free port")
-    starting.add_argument("--rdzv-id", metavar="ID", help="their name for the run; default: that of --output-dir")
-    starting.add_argument("--wait", action="store_true", help="until it has ended; exit code 1 unless it ended well")
+    _add_nodes(starting, named="that of --output-dir")
     cli.add_run_commands(starting)
 
     sweeping = action("sweep", _sweep, "run numbers of ranks and layouts one after another; print the table")
@@ -75,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     tracing.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run's folder")
     resuming = action("resume", _resume, "compute what is missing of a run that ended early; return at once")
     resuming.add_argument("run")
+    _add_nodes(resuming, named="that of the run")
     reporting = action("report", _report, "execute notebooks and render them into a dated folder in figures/reports")
     reporting.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="names, their beginnings, or paths")
     reporting.add_argument(
@@ -85,9 +82,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_nodes(parser: argparse.ArgumentParser, named: str) -> None:
+    parser.add_argument("--nproc", metavar="N", help="ranks on this machine; default: 1")
+    parser.add_argument("--nnodes", metavar="N", help="machines; call the same on each of them")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: one of them, a free port")
+    parser.add_argument("--rdzv-id", metavar="ID", help=f"their name for the run; default: {named}")
+    parser.add_argument("--wait", action="store_true", help="until it has ended; exit code 1 unless it ended well")
+
+
 def _start(arguments: argparse.Namespace) -> None:
     nproc = cli.whole_number("nproc", arguments.nproc, 1)
-    nodes = _nodes(arguments, nproc)
+    nodes = _nodes(arguments, nproc, Path(arguments.output_dir or "").name)
     job = start(cli.run_config(arguments, nproc if nodes is None else nodes.world_size), nproc, nodes)
     print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id, flush=True)
     if arguments.wait:
@@ -106,8 +111,8 @@ def _wait(job: Job) -> None:
         raise SystemExit(1)
 
 
-def _nodes(arguments: argparse.Namespace, nproc: int) -> Nodes | None:
-    """The machines that were named; None where there is this one alone."""
+def _nodes(arguments: argparse.Namespace, nproc: int, name: str) -> Nodes | None:
+    """The machines that were named, of the run of that name; None where there is this one alone."""
     nnodes = cli.whole_number("nnodes", arguments.nnodes, 1)
     if arguments.rdzv_endpoint is None:
         if nnodes != 1:
@@ -115,8 +120,7 @@ def _nodes(arguments: argparse.Namespace, nproc: int) -> Nodes | None:
         if arguments.rdzv_id is not None:
             raise ConfigError("rdzv_id", arguments.rdzv_id, "only with --rdzv-endpoint")
         return None
-    name = arguments.rdzv_id or Path(arguments.output_dir or "").name
-    nodes = Nodes(nnodes, nproc, arguments.rdzv_endpoint, name)
+    nodes = Nodes(nnodes, nproc, arguments.rdzv_endpoint, arguments.rdzv_id or name)
     nodes.check()
     return nodes
 
@@ -211,8 +215,14 @@ def _stop(arguments: argparse.Namespace) -> None:
 
 
 def _resume(arguments: argparse.Namespace) -> None:
-    job = _run(arguments.run).resume()
-    print(f"{job.run_id}: {job.progress()['samples_finished']} samples are there, the others follow")
+    job = _run(arguments.run)
+    nodes = _nodes(arguments, cli.whole_number("nproc", arguments.nproc, 1), job.run_id)
+    if nodes is None and arguments.nproc is not None:
+        raise ConfigError("nproc", arguments.nproc, "only with --rdzv-endpoint: the ranks are as many as before")
+    job.resume(nodes)
+    print(f"{job.run_id}: {job.progress()['samples_finished']} samples are there, the others follow", flush=True)
+    if arguments.wait:
+        _wait(job)
 
 
 def _run(run_id: str) -> Job:

@@ -95,28 +95,34 @@ class Job:
         end(self.folder)
         return results.settle(self.folder, reason="stopped")
 
-    def resume(self) -> Job:
+    def resume(self, nodes: Nodes | None = None) -> Job:
         """Compute what is missing of a run that has ended, in its own folder, and return at once.
+
+        With `nodes`, do this machine's part of it, as each of them does; what any of them kept is not computed again.
 
         Raises:
             ConfigError: it goes on, nothing is missing, or this machine would compute other latents.
         """
-        if self.outcome() is None:
-            raise ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
         config = RunConfig.read(self.folder)
-        machine.check(config, local_ranks=config.layout.world_size)
-        with resuming.by_one(self.folder):
-            deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
-            while runfolder.launcher_alive(self.folder):
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        "run", self.run_id, "is watched over: wait until its launcher, or sweep, has ended"
-                    )
-                time.sleep(POLL_S)
-            for line in resuming.begin_again(self.folder):
-                warnings.warn(line, stacklevel=2)
-            launch([self.folder], log=self.folder / "logs" / "launcher.log")
+        machine.check(config, local_ranks=config.layout.world_size if nodes is None else nodes.share_of(config))
+        with resuming.by_one(self.folder, 0.0 if nodes is None else STOP_PATIENCE_S):
+            if self.outcome() is not None:
+                self._begin_again()
+            elif nodes is None or not resuming.can_join(self.folder):
+                raise ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
+            logs = self.folder / "logs" if nodes is None else runfolder.logs_path(self.folder)
+            logs.mkdir(exist_ok=True)
+            launch([self.folder], log=logs / "launcher.log", nodes=nodes)
         return self
+
+    def _begin_again(self) -> None:
+        deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
+        while runfolder.launcher_alive(self.folder):
+            if time.monotonic() > deadline:
+                raise ConfigError("run", self.run_id, "is watched over: wait until its launcher, or sweep, has ended")
+            time.sleep(POLL_S)
+        for line in resuming.begin_again(self.folder):
+            warnings.warn(line, stacklevel=3)
 
     def result(self) -> dict[str, Any]:
         """The result of a run that has ended.

@@ -27,6 +27,18 @@ class Nodes:
     def world_size(self) -> int:
         return self.nnodes * self.nproc
 
+    def share_of(self, config: RunConfig) -> int:
+        """How many ranks of a run each machine has.
+
+        Raises:
+            ConfigError: together they are not as many as the run was made for.
+        """
+        self.check()
+        if self.world_size != config.layout.world_size:
+            allowed = f"must be the number of ranks of the run, {config.layout.world_size}"
+            raise ConfigError("nnodes × nproc", self.world_size, allowed)
+        return self.nproc
+
     @property
     def place(self) -> tuple[str, int]:
         """Host and port of the endpoint.

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from launch.job import end_ranks
 from launch.nodes import Nodes
-from vdpp_core import results, runfolder, waiting
+from vdpp_core import results, resuming, runfolder, waiting
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 
@@ -69,16 +70,38 @@ class Others(threading.Thread):
             raise ConfigError("nnodes", self.nodes.nnodes, "so many machines have come already")
         self.store = store
         self.compare(store)
+        self.share_out(store)
         self.start()
         threading.Thread(target=self._act, daemon=True).start()
 
     def compare(self, store: Store) -> None:
         """Whether all machines were called with the same arguments; ConfigError if not."""
-        ours = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc} | runfolder.facts(self.config)
+        resumed = resuming.work(self.folder, self.config).attempt > 1
+        ours = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc, "resumed": resumed}
+        ours |= runfolder.facts(self.config)
         theirs = json.loads(store.compare_set("arguments", "", json.dumps(ours)))
         for name, value in ours.items():
             if value != theirs.get(name):
                 raise ConfigError(name, value, f"must be as on the machine that came first, {theirs.get(name)}")
+
+    def share_out(self, store: Store) -> None:
+        """Agree on what is left to do of a run that is resumed, from what each machine has.
+
+        Raises:
+            TimeoutError: the others are not there.
+        """
+        own = resuming.work(self.folder, self.config)
+        if own.attempt == 1:
+            return
+        store.set(f"kept/{self.number}", json.dumps(asdict(own)))
+        everybody = [f"kept/{number}" for number in range(1, self.nodes.nnodes + 1)]
+        deadline = time.monotonic() + MEETING_PATIENCE_S
+        while not store.check(everybody):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all {self.nodes.nnodes} machines came within {MEETING_PATIENCE_S:.0f} s")
+            time.sleep(PERIOD_S)
+        parts = [resuming.Work(**json.loads(store.get(key))) for key in everybody]
+        resuming.share_out(self.folder, self.config, parts)
 
     def run(self) -> None:
         assert self.store is not None

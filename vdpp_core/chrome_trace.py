@@ -99,6 +99,8 @@ class _Thread:
             self._slice(self.floor, t, "chunk of frames", kind, args)
         elif kind == "video":
             self._close_video(t)
+        elif kind == "official_step":
+            self._slice(self.floor, t, f"official pipeline, sample {event['sample']}, step {event['step']}", kind, args)
         elif kind == "official":
             self._slice(self.floor, t, f"official pipeline, sample {event['sample']}", kind, args)
         elif kind == "clock":

@@ -29,6 +29,7 @@ _FACTS = {  # what readers rely on, beside t, rank and kind
     "decode": {"sample"},
     "chunk": {"sample"},
     "video": {"sample", "seconds"},
+    "official_step": {"sample", "step"},
     "official": {"sample", "equal_latents", "equal_frames", "max_latent_difference", "max_frame_difference"},
 }
 _NUMBERS = ("t", "seconds", "created", "sent_bytes")
@@ -47,8 +48,9 @@ class EventLog:
     Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
     it), step (seconds), send (seconds waited for room), sample (finished), pad (a step that only keeps the shard group
     company), done, and at a bad end error or terminated. Where videos are made: decode (a sample taken up), chunk (some
-    of its frames decoded), video (written, seconds) and official (compared with the official pipeline's). Where several
-    machines have run folders of their own: gather (a part of a file sent to rank 0 or received by it).
+    of its frames decoded), video (written, seconds), official_step (done by the official pipeline) and official
+    (compared with it). Where several machines have run folders of their own: gather (a part of a file sent to rank 0 or
+    received by it).
     """
 
     def __init__(self, run_folder: Path, rank: int) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,14 +33,14 @@ class Work:
 
     attempt: counted from 1
     latents: the samples to compute
-    kept:    samples whose latents are there from before
-    videos:  those of them that have to be decoded
+    kept:    samples whose latents are there from before, on one machine at least
+    videos:  those of them that have to be decoded, by the name of the machine that does it
     """
 
     attempt: int
     latents: Sequence[int]
     kept: Sequence[int] = ()
-    videos: Sequence[int] = ()
+    videos: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def work(folder: Path, config: RunConfig) -> Work:
@@ -62,25 +64,62 @@ def missing(folder: Path, config: RunConfig) -> tuple[Work, list[str]]:
     videos = [m for m in kept if config.compare_official or not _has_videos(folder, config, m)] if makes_videos else []
     whole = set(kept)
     latents = [sample for sample in range(config.num_samples) if sample not in whole]
-    return Work(len(_attempts(folder)) + 2, latents, kept, videos), damaged
+    return Work(len(_attempts(folder)) + 2, latents, kept, {socket.gethostname(): videos}), damaged
+
+
+def shared_out(parts: Sequence[Work], config: RunConfig) -> tuple[Sequence[int], Sequence[int], dict[str, list[int]]]:
+    """latents, kept and videos of a run over several machines, from what each of them has in its folder.
+
+    Nothing is computed that one of them kept. A video that none has is decoded where the latents are, by one of those.
+    """
+    kept = sorted({sample for part in parts for sample in part.kept})
+    latents = [sample for sample in range(config.num_samples) if sample not in set(kept)]
+    videos: dict[str, list[int]] = {host: [] for part in parts for host in part.videos}
+    for sample in kept:
+        able = [host for part in parts for host, own in part.videos.items() if sample in own]
+        if len(able) == sum(sample in part.kept for part in parts):  # or there is a machine that has the video
+            videos[able[sample % len(able)]].append(sample)
+    return latents, kept, videos
+
+
+def share_out(folder: Path, config: RunConfig, parts: Sequence[Work]) -> None:
+    """Write down what is left to do for all machines; in a shared folder they all write the same."""
+    latents, kept, videos = shared_out(parts, config)
+    write(folder, Work(work(folder, config).attempt, latents, kept, videos))
+
+
+def write(folder: Path, todo: Work) -> None:
+    runfolder.write_atomically(folder / TODO, json.dumps(asdict(todo)) + "\n")
 
 
 @contextmanager
-def by_one(folder: Path) -> Iterator[None]:
+def by_one(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Only one process at a time is in here, for a folder.
 
     Raises:
-        ConfigError: another one is.
+        ConfigError: another one is, for longer than `patience_s`.
     """
+    deadline = time.monotonic() + patience_s
     try:
         file = (folder / ".resuming").open("w")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError("run", folder.name, "is being resumed by somebody else") from None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError("run", folder.name, "is being resumed by somebody else") from None
+                time.sleep(0.1)
     except OSError as error:
         raise ConfigError("run", folder.name, f"cannot be resumed ({error.strerror})") from None
     with file:
         yield
+
+
+def can_join(folder: Path) -> bool:
+    """Whether another machine has taken up the run, in this shared folder, and this one has no part in it yet."""
+    taken_up = (folder / TODO).exists() and any(folder.glob("job-*.json"))
+    return taken_up and not runfolder.logs_path(folder).exists()
 
 
 def begin_again(folder: Path) -> list[str]:
@@ -112,7 +151,7 @@ def begin_again(folder: Path) -> list[str]:
         for part in ("events", "logs", "latents"):
             (folder / part).mkdir(exist_ok=True)
         runfolder.write_atomically(folder / "config.json", config.to_json())
-        runfolder.write_atomically(folder / TODO, json.dumps(asdict(todo)) + "\n")
+        write(folder, todo)
         if (folder / "result.json").exists():  # last: as long as it is there, the run has ended and can be resumed
             (folder / "result.json").rename(aside / "result.json")
     except OSError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ def make(
         del decoder
         official = Official(config, device, dtype)
         for sample, latents in share.items():
-            log.write("official", sample, **official.compare(sample, latents, kept[sample]))
+            done = partial(log.write, "official_step", sample)
+            log.write("official", sample, **official.compare(sample, latents, kept[sample], step_done=done))
 
 
 def make_contact_sheet(config: RunConfig, folder: Path) -> None:
@@ -94,11 +97,16 @@ class Official:
         self.config, self.pipeline = config, load_official(config, device, dtype)
         self.image = media.read_image(config.image_path, config.image_size)
 
-    def generate(self, sample: int) -> tuple[Tensor, Frames]:
-        """Latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3)."""
+    def generate(self, sample: int, step_done: Callable[[int], None]) -> tuple[Tensor, Frames]:
+        """Latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3).
+
+        Args:
+            step_done: called with the number of each step after it, from 0.
+        """
         config, last = self.config, {}
 
-        def keep(_pipeline: Any, _step: int, _timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        def keep(_pipeline: Any, step: int, _timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            step_done(step)
             last.update(tensors)
             return tensors
 
@@ -111,9 +119,9 @@ class Official:
         ).frames
         return last["latents"], to_bytes(frames)
 
-    def compare(self, sample: int, latents: Tensor, frames: Frames) -> dict[str, Any]:
+    def compare(self, sample: int, latents: Tensor, frames: Frames, step_done: Callable[[int], None]) -> dict[str, Any]:
         """Whether latents and frames of a sample are equal to the official ones, and how far they are from them."""
-        official_latents, official_frames = self.generate(sample)
+        official_latents, official_frames = self.generate(sample, step_done)
         return {
             "equal_latents": torch.equal(latents, official_latents),
             "equal_frames": bool(np.array_equal(frames, official_frames)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 
@@ -61,10 +62,14 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
         "max_frame_difference": 0,
     }
     cpu, sample = torch.device("cpu"), config.num_samples - 1  # and once more, from the latents of the run
-    dtype = machine.dtype(config)
-    latents, frames = Official(config, cpu, dtype).generate(sample)
+    dtype, steps = machine.dtype(config), list[int]()
+    latents, frames = Official(config, cpu, dtype).generate(sample, steps.append)
     ours = runfolder.load_latents(folder, sample).transpose(1, 2)
     assert torch.equal(ours, latents)
+    assert steps == list(range(config.total_steps))
+    told = [event for event in runfolder.read_events(folder) if event["kind"] == "official_step"]  # so no long silence
+    everything = itertools.product(range(config.num_samples), steps)
+    assert sorted((event["sample"], event["step"]) for event in told) == list(everything)
     assert np.array_equal(Decoder(config, cpu, dtype, lambda: None).frames(ours), frames)
     assert frames.std() > 1
 

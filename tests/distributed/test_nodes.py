@@ -69,11 +69,18 @@ class Machines(list[Machine]):
         ip("-n", self.switch, "link", "set", "bridge", state)
 
     def start(self, name: str, *arguments: str) -> None:
-        nodes = ["--nnodes", "2", "--rdzv-endpoint", ENDPOINT, "--rdzv-id", name]
         small = ["--num-frames", "4", "--threads", "1", "--warmup-samples", "0", "--save-latents"]
-        for starting in [machine.launch("start", *nodes, *arguments, *small) for machine in self]:
-            printed, errors = starting.communicate(timeout=200)
-            assert (starting.returncode, printed.strip()) == (0, name), errors
+        self.everywhere("start", name, *arguments, *small)
+
+    def resume(self, name: str) -> None:
+        self.everywhere("resume", name, name)
+
+    def everywhere(self, action: str, name: str, *arguments: str) -> None:
+        nodes = ["--nnodes", "2", "--rdzv-endpoint", ENDPOINT, "--rdzv-id", name]
+        for called in [machine.launch(action, *nodes, *arguments) for machine in self]:
+            printed, errors = called.communicate(timeout=200)
+            assert called.returncode == 0, errors
+            assert printed.startswith(name)
 
     def pids(self) -> list[int]:
         return [pid for machine in self for pid in machine.pids()]
@@ -104,7 +111,7 @@ def results_of(folders: list[Path], wait_until: WaitUntil, seconds: float) -> li
 
 def wait_for_samples(folder: Path, wait_until: WaitUntil) -> None:
     """Until some are finished, which the last stage says: the second machine."""
-    wait_until(lambda: sum(event["kind"] == "sample" for event in runfolder.read_events(folder)) >= 2, 120)
+    wait_until(lambda: samples_in(folder) >= 2, 120)
 
 
 def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
@@ -128,16 +135,25 @@ def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
 
 
 def test_frames_over_two_machines_with_a_shared_folder(machines: Machines, tmp_path: Path, wait_until: WaitUntil):
-    arguments = ["benchmark", "--total-steps", "3", "--frames", "2", "--output-dir", str(tmp_path / "shared")]
-    machines.start("shared", *arguments)
-    config = RunConfig(total_steps=3, num_frames=4, save_latents=True, warmup_samples=0, threads=1)
-    alone = runfolder.load_latents(engine.run(config.replace(output_dir=tmp_path / "alone")), 0)
-    (result,) = results_of([tmp_path / "shared"], wait_until, 120)
+    shared, arguments = tmp_path / "shared", ["--total-steps", "3", "--num-samples", "2", "--frames", "2"]
+    for machine in machines:
+        (machine.folder / "runs").symlink_to(tmp_path)
+    machines.start("shared", "benchmark", *arguments, "--output-dir", str(shared))
+    config = RunConfig(total_steps=3, num_samples=2, num_frames=4, save_latents=True, warmup_samples=0, threads=1)
+    alone = runfolder.load_latents(engine.run(config.replace(output_dir=tmp_path / "alone")), 1)
+    (result,) = results_of([shared], wait_until, 120)
     assert (result["outcome"], result["parallel"]) == ("ok", Parallel(frames=2).model_dump())
     assert result["hosts"] == [machine.name for machine in machines]
-    latents = runfolder.load_latents(tmp_path / "shared", 0)
+    latents = runfolder.load_latents(shared, 1)
     assert (latents - alone).abs().max() <= 1e-5 * alone.abs().max()
-    assert not list((tmp_path / "shared").glob(".*"))
+    assert not list(shared.glob(".*"))
+    wait_until(lambda: not machines.pids(), 15)
+    runfolder.latents_path(shared, 1).unlink()
+    machines.resume("shared")  # the first of them begins, the other one joins
+    (result,) = results_of([shared], wait_until, 120)
+    assert (result["outcome"], result["resumed"]) == ("ok", {"attempt": 2, "samples_kept": 1})
+    assert torch.equal(runfolder.load_latents(shared, 1), latents)
+    assert len(list(shared.glob("logs/*/launcher.log"))) == len(list(shared.glob("attempts/1/logs/*"))) == 2
     wait_until(lambda: not machines.pids(), 15)
 
 
@@ -162,17 +178,41 @@ def in_mid_run(machines: Machines, run_id: str, wait_until: WaitUntil) -> list[P
     return folders
 
 
-@pytest.mark.again
-def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: WaitUntil):
-    folders = in_mid_run(machines, "killed", wait_until)
+def test_a_killed_rank_is_named_on_both_sides_and_both_resume(
+    machines: Machines, tmp_path: Path, wait_until: WaitUntil
+):
+    """Each has kept samples that the other one has not; nothing of them is computed again."""
+    machines.start("killed", "generate", "--total-steps", "12", "--num-samples", "6", "--dp", "2")
+    folders = [machine.run("killed") for machine in machines]
+    wait_until(lambda: all(samples_in(folder) for folder in folders), 120)
     (start,) = [event for event in runfolder.read_events(folders[1]) if event["kind"] == "start"]
     os.kill(start["pid"], signal.SIGKILL)
-    results = results_of(folders, wait_until, 15)
-    failures = [result["failure"] for result in results]
+    failures = [result["failure"] for result in results_of(folders, wait_until, 15)]
     assert failures[0] == failures[1]
     assert (failures[0]["rank"], failures[0]["cause"]) == (1, "killed by SIGKILL")
     assert failures[0]["sample"] >= 1
     wait_until(lambda: not machines.pids(), 15)
+    kept = [{path.name for path in folder.glob("latents/*")} for folder in folders]
+    assert kept[0]
+    assert kept[1]
+    machines.resume("killed")
+    results = results_of(folders, wait_until, 120)
+    assert results[0] == results[1]
+    assert (results[0]["outcome"], results[0]["videos_written"]) == ("ok", 6)
+    assert results[0]["resumed"] == {"attempt": 2, "samples_kept": len(kept[0] | kept[1])}
+    computed = {event["sample"] for event in runfolder.read_events(folders[0]) if event["kind"] == "sample"}
+    assert len(computed) == samples_in(folders[0]) == 6 - len(kept[0] | kept[1])
+    config = RunConfig(command="generate", total_steps=12, num_samples=6, num_frames=4, threads=1)
+    alone = engine.run(config.replace(output_dir=tmp_path / "alone"))
+    for sample in range(6):
+        assert torch.equal(runfolder.load_latents(folders[0], sample), runfolder.load_latents(alone, sample))
+    for path in (alone / "videos").iterdir():
+        assert path.read_bytes() == (folders[0] / "videos" / path.name).read_bytes()
+    wait_until(lambda: not machines.pids(), 15)
+
+
+def samples_in(folder: Path) -> int:
+    return sum(event["kind"] == "sample" for event in runfolder.read_events(folder))
 
 
 @pytest.mark.again

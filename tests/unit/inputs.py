@@ -155,9 +155,11 @@ def _around(flags: Any) -> Any:
     )
 
 
+_nodes = _flags(["nproc", "nnodes", "rdzv_endpoint", "rdzv_id"], NODES, SWITCHES)
 launch_lines = st.one_of(
     st.tuples(st.just("start"), _around(_flags(["nproc"], START, SWITCHES))),
-    st.tuples(st.just("start"), _around(_flags(["nproc", "nnodes", "rdzv_endpoint", "rdzv_id"], NODES, SWITCHES))),
+    st.tuples(st.just("start"), _around(_nodes)),
+    st.tuples(st.just("resume"), st.tuples(_runs, _nodes).map(lambda p: [p[0], *p[1]])),
     st.tuples(st.just("sweep"), _around(_flags(["ranks", "layouts", "repeats"], START, SWITCHES))),
     st.tuples(st.just("sweep"), _around(_flags(["layouts", "repeats"], START, SWITCHES))).map(
         lambda line: (line[0], ["--ranks", "1,2", *line[1]])

@@ -12,8 +12,9 @@ from torch.distributed import HashStore
 from launch.__main__ import main
 from launch.nodes import Nodes
 from launch.others import Others
-from vdpp_core import Parallel, RunConfig, results, runfolder, waiting
+from vdpp_core import Parallel, RunConfig, results, resuming, runfolder, waiting
 from vdpp_core.errors import ConfigError
+from vdpp_core.resuming import Work, shared_out
 
 HERE = socket.gethostname()
 START = {"pid": 2**22 + 1, "created": 0.0, "threads": 1, "device": "cpu", "dtype": "float32", "backend": "gloo"}
@@ -60,6 +61,53 @@ def test_flags_are_refused_before_anything_starts(
     assert (ended.value.code, written.count("\n")) == (2, 1)
     assert named in written
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--nproc", "2"], "--nproc 2: only with --rdzv-endpoint"),
+        (["--nnodes", "2"], "--nnodes 2: needs --rdzv-endpoint"),
+        (
+            ["--nnodes", "1", "--nproc", "3", "--rdzv-endpoint", "127.0.0.1:1"],
+            "must be the number of ranks of the run, 2",
+        ),
+        (["--nnodes", "1", "--nproc", "2", "--rdzv-endpoint", "127.0.0.1:1"], "goes on (starting)"),  # it never began
+    ],
+)
+def test_so_is_what_cannot_be_resumed(
+    flags: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    runfolder.create(RunConfig(**SHORT, output_dir=tmp_path / "runs" / "one").for_ranks(2))
+    with pytest.raises(SystemExit) as ended:
+        main(["resume", "one", *flags])
+    written = capsys.readouterr().err
+    assert (ended.value.code, written.count("\n")) == (2, 1)
+    assert named in written
+
+
+def test_machines_share_out_what_is_left_of_a_run():
+    """Of six samples a has three, one with its video, and b two; or they have a folder together."""
+    six = RunConfig(**SHORT | {"num_samples": 6})
+    a, b = Work(2, [1, 3, 5], [0, 2, 4], {"a": [0, 4]}), Work(3, [0, 2, 3, 5], [1, 4], {"b": [1]})
+    assert shared_out([a, b], six) == ([3, 5], [0, 1, 2, 4], {"a": [0], "b": [1]})  # b has the video of 4
+    both = [Work(2, [5], range(5), {host: [0, 1, 3]}) for host in "ab"]
+    assert shared_out(both, six) == ([5], [0, 1, 2, 3, 4], {"a": [0], "b": [1, 3]})
+
+
+def test_one_machine_after_the_other_takes_up_a_run_in_a_shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def join(host: str) -> bool:
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        if able := resuming.can_join(tmp_path):
+            runfolder.logs_path(tmp_path).mkdir(parents=True)
+        return able
+
+    assert not join("a")  # nobody began again
+    resuming.write(tmp_path, Work(2, [1], [0]))
+    assert not join("a")  # somebody did, alone
+    (tmp_path / "job-b.json").touch()
+    assert [join("a"), join("a"), join("c")] == [True, False, True]
 
 
 @pytest.mark.parametrize(
