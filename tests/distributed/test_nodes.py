@@ -198,7 +198,7 @@ def test_a_killed_rank_is_named_on_both_sides_and_both_resume(
     machines.resume("killed")
     results = results_of(folders, wait_until, 120)
     assert results[0] == results[1]
-    assert (results[0]["outcome"], results[0]["videos_written"]) == ("ok", 6)
+    assert results[0]["outcome"] == "ok"
     assert results[0]["resumed"] == {"attempt": 2, "samples_kept": len(kept[0] | kept[1])}
     computed = {event["sample"] for event in runfolder.read_events(folders[0]) if event["kind"] == "sample"}
     assert len(computed) == samples_in(folders[0]) == 6 - len(kept[0] | kept[1])
