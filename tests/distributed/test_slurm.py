@@ -21,11 +21,12 @@ STARTING = 'while [ "${1#--}" != "$1" ]; do shift; done; "$@"'  # what follows s
 def sbatch(tmp_path: Path):
     """sbatch(nodes, what srun does, *arguments of the script), as Slurm would call it for the job 4711."""
 
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+
     def call(nodes: list[str], srun: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         for name, work in (("scontrol", f"printf '%s\\n' {' '.join(nodes)}"), ("srun", srun)):
             (tmp_path / name).write_text(f"#!/bin/sh\n{work}\n")
             (tmp_path / name).chmod(0o755)
-        (tmp_path / ".venv").symlink_to(sys.prefix)
         job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_JOB_NODELIST": "node[1-2]"}
         paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(SCRIPT.parents[2])}
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -51,6 +52,16 @@ def test_one_task_a_node_is_started_with_the_same_arguments(sbatch, tmp_path: Pa
     assert flags["--rdzv-endpoint"].startswith("node1:")
     assert words[words.index("benchmark") :][:3] == ["benchmark", "--model", "svd"]
     assert flags["--output-dir"] == str(tmp_path / "runs" / "slurm-4711")
+
+
+def test_a_run_is_taken_up_again_by_its_name(sbatch, tmp_path: Path):
+    started = sbatch(["node1", "node2"], TELLING, "resume", "slurm-4242")
+    assert started.returncode == 0, started.stderr
+    words = (tmp_path / "srun.txt").read_text().split()
+    assert words[words.index("launch") :][:3] == ["launch", "resume", "--wait"]
+    assert words[-1] == "slurm-4242"
+    assert "--output-dir" not in words
+    assert "which run?" in sbatch(["node1"], TELLING, "resume").stderr
 
 
 def test_it_runs_to_its_end(sbatch, tmp_path: Path):
