@@ -40,7 +40,11 @@ def test_the_tail_shows_what_a_rank_wrote(tmp_path: Path, broken: RunConfig):
 
 
 def test_a_sweep_interleaves_its_repeats_and_goes_on_after_a_failed_run(tmp_path: Path, broken: RunConfig):
-    configs = [SHORT.replace(parallel=Parallel()), broken, SHORT.replace(parallel=Parallel(dp=2))]
+    configs = [
+        SHORT.replace(parallel=Parallel()),
+        broken.replace(parallel=Parallel()),
+        SHORT.replace(parallel=Parallel(dp=2)),
+    ]
     sweep = launch.sweep(configs, repeats=2, root=tmp_path / "runs")
     assert sweep.progress()["num_runs"] == 6
     table = sweep.wait(200)
