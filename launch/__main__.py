@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     starting = action("start", _start, "start a run and return at once")
-    _add_nodes(starting, named="that of --output-dir")
+    _add_nodes(starting, nproc="default: 1", named="that of --output-dir")
     cli.add_run_commands(starting)
 
     sweeping = action("sweep", _sweep, "run numbers of ranks and layouts one after another; print the table")
@@ -69,9 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     tracing = action("trace", _trace, "what each rank of a run did when, as a trace for Perfetto")
     tracing.add_argument("run")
     tracing.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run's folder")
-    resuming = action("resume", _resume, "compute what is missing of a run that ended early; return at once")
+    resuming = action("resume", _resume, "compute what is missing of a run that ended early")
     resuming.add_argument("run")
-    _add_nodes(resuming, named="that of the run")
+    _add_nodes(resuming, nproc="of several: default 1; the run has as many in all as before", named="that of the run")
     reporting = action("report", _report, "execute notebooks and render them into a dated folder in figures/reports")
     reporting.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="names, their beginnings, or paths")
     reporting.add_argument(
@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_nodes(parser: argparse.ArgumentParser, named: str) -> None:
-    parser.add_argument("--nproc", metavar="N", help="ranks on this machine; default: 1")
+def _add_nodes(parser: argparse.ArgumentParser, nproc: str, named: str) -> None:
+    parser.add_argument("--nproc", metavar="N", help=f"ranks on this machine; {nproc}")
     parser.add_argument("--nnodes", metavar="N", help="machines; call the same on each of them")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: one of them, a free port")
     parser.add_argument("--rdzv-id", metavar="ID", help=f"their name for the run; default: {named}")

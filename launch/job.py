@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from launch.nodes import Nodes
+from launch.ending import STOP_PATIENCE_S, end, end_ranks
+from launch.nodes import MEETING_PATIENCE_S, Nodes
 from vdpp_core import chrome_trace, machine, memory, results, resuming, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from launch.sweep import Sweep
 
 POLL_S = 0.2
-STOP_PATIENCE_S = 12.0
-LAST_WORD_S = 2.0
+LEAVING_S = 10.0  # after a result, for the launchers of other machines
 
 
 class Job:
@@ -98,31 +96,55 @@ class Job:
     def resume(self, nodes: Nodes | None = None) -> Job:
         """Compute what is missing of a run that has ended, in its own folder, and return at once.
 
-        With `nodes`, do this machine's part of it, as each of them does; what any of them kept is not computed again.
+        With `nodes`, do this machine's part of it, as each of them does, in a folder that they share. The one at the
+        endpoint takes the run up; the others wait for that.
 
         Raises:
             ConfigError: it goes on, nothing is missing, or this machine would compute other latents.
         """
         config = RunConfig.read(self.folder)
+        if nodes is not None and not nodes.address[1]:
+            self._join(config, nodes)
+            return self
+        self._check_ended()
         machine.check(config, local_ranks=config.layout.world_size if nodes is None else nodes.share_of(config))
-        with resuming.by_one(self.folder, 0.0 if nodes is None else STOP_PATIENCE_S):
-            if self.outcome() is not None:
-                self._begin_again()
-            elif nodes is None or not resuming.can_join(self.folder):
-                raise ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
-            logs = self.folder / "logs" if nodes is None else runfolder.logs_path(self.folder)
-            logs.mkdir(exist_ok=True)
-            launch([self.folder], log=logs / "launcher.log", nodes=nodes)
+        with resuming.by_one(self.folder):
+            self._check_ended()  # nobody took it up meanwhile
+            deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
+            while self._is_watched_over():
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        "run", self.run_id, "is watched over: wait until its launcher, or sweep, has ended"
+                    )
+                time.sleep(POLL_S)
+            for line in resuming.begin_again(self.folder, asdict(nodes) if nodes else None):
+                warnings.warn(line, stacklevel=2)
+            _launch_part(self.folder, nodes)
         return self
 
-    def _begin_again(self) -> None:
-        deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
-        while runfolder.launcher_alive(self.folder):
+    def _check_ended(self) -> None:
+        if self.outcome() is None:
+            raise ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
+
+    def _is_watched_over(self) -> bool:
+        """Whether a launcher may still write to the folder of a run that has ended."""
+        launcher = runfolder.read_launcher(self.folder)
+        if launcher is None or launcher["host"] == socket.gethostname():
+            return runfolder.launcher_alive(self.folder)
+        return time.time() - (self.folder / "result.json").stat().st_mtime < LEAVING_S
+
+    def _join(self, config: RunConfig, nodes: Nodes) -> None:
+        """Take part in a run that the machine at the endpoint takes up, as soon as it does."""
+        machine.check(config, local_ranks=nodes.share_of(config))
+        resuming.as_before(self.folder, config)
+        deadline = time.monotonic() + MEETING_PATIENCE_S
+        while not resuming.was_taken_up(self.folder, asdict(nodes)):
             if time.monotonic() > deadline:
-                raise ConfigError("run", self.run_id, "is watched over: wait until its launcher, or sweep, has ended")
+                allowed = "was not taken up at the endpoint; machines have to share its folder to resume it together"
+                raise ConfigError("run", self.run_id, allowed)
             time.sleep(POLL_S)
-        for line in resuming.begin_again(self.folder):
-            warnings.warn(line, stacklevel=3)
+        _check_there_is_room(self.folder, nodes)
+        _launch_part(self.folder, nodes)
 
     def result(self) -> dict[str, Any]:
         """The result of a run that has ended.
@@ -164,13 +186,23 @@ def start(config: RunConfig, nproc: int | None = None, nodes: Nodes | None = Non
     Raises:
         ConfigError: one line on what cannot be; nothing was started.
     """
-    if nodes is not None:
-        folder = _prepare_node(config, nodes)
-        launch([folder], log=runfolder.logs_path(folder) / "launcher.log", nodes=nodes)
-    else:
-        folder = prepare(config, nproc)
-        launch([folder], log=folder / "logs" / "launcher.log")
+    folder = prepare(config, nproc) if nodes is None else _prepare_node(config, nodes)
+    _launch_part(folder, nodes)
     return Job(folder)
+
+
+def _launch_part(folder: Path, nodes: Nodes | None) -> None:
+    """Launch what one machine has to do of a run: all of it without `nodes`."""
+    logs = folder / "logs" if nodes is None else runfolder.logs_path(folder)
+    logs.mkdir(exist_ok=True)
+    launch([folder], log=logs / "launcher.log", nodes=nodes)
+
+
+def _check_there_is_room(folder: Path, nodes: Nodes) -> None:
+    """Whether this machine, in a shared folder, is one of those that are awaited."""
+    came = [path.name for path in folder.glob("job-*.json")]
+    if runfolder.logs_path(folder).exists() or len(came) >= nodes.nnodes:
+        raise ConfigError("nnodes", nodes.nnodes, "so many machines take part already, or this one does")
 
 
 def prepare(config: RunConfig, nproc: int | None = None) -> Path:
@@ -205,42 +237,6 @@ def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes:
         )
     for folder in folders:
         runfolder.write_launcher(folder, process.pid, alone=nodes is None)
-
-
-def end(folder: Path) -> None:
-    """End the process that watches over a run and with it the ranks, forcibly if they do not listen.
-
-    Raises:
-        ConfigError: that process is on another machine.
-    """
-    launcher = runfolder.read_launcher(folder)
-    if launcher is None or not runfolder.launcher_alive(folder):
-        return
-    if launcher["host"] != socket.gethostname():
-        raise ConfigError("run", folder.name, f"has no part on this machine: stop it on {launcher['host']}")
-    try:
-        process = psutil.Process(launcher["pid"])
-        process.send_signal(signal.SIGTERM)
-        process.wait(STOP_PATIENCE_S)
-    except psutil.NoSuchProcess:
-        pass
-    except psutil.TimeoutExpired:
-        process.kill()
-    end_ranks(folder)
-
-
-def end_ranks(folder: Path) -> None:
-    """End what is left of a run's ranks on this machine: a moment for a last word, then by force."""
-    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
-    left = []
-    for start in starts:
-        with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
-            if runfolder.is_rank(start):
-                left.append(psutil.Process(start["pid"]))
-                left[-1].terminate()
-    for process in psutil.wait_procs(left, LAST_WORD_S)[1]:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
 
 
 def attach(run_id: str, root: Path | None = None) -> Job | Sweep:

@@ -1,4 +1,5 @@
-"""Several machines: the same `launch start` on each of them, as with torchrun, which brings the ranks together."""
+"""Several machines: the same `launch start`, or `resume`, on each of them, as with torchrun, which brings the ranks
+together."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 
 MOST = 4096
+MEETING_PATIENCE_S = 600.0  # for machines that are started by hand, one after another
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Nodes:
         """
         self.check()
         if self.world_size != config.layout.world_size:
-            allowed = f"must be the number of ranks of the run, {config.layout.world_size}"
-            raise ConfigError("nnodes × nproc", self.world_size, allowed)
+            allowed = f"times {self.nnodes} (nnodes) must be the number of ranks of the run, {config.layout.world_size}"
+            raise ConfigError("nproc", self.nproc, allowed)
         return self.nproc
 
     @property

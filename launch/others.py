@@ -13,21 +13,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from launch.job import end_ranks
-from launch.nodes import Nodes
-from vdpp_core import results, resuming, runfolder, waiting
+from launch.ending import end_ranks
+from launch.nodes import MEETING_PATIENCE_S, Nodes
+from vdpp_core import results, runfolder, waiting
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 
 PERIOD_S = 0.5
-MEETING_PATIENCE_S = 600.0  # for machines that are started by hand, one after another
 LAST_WORDS_S = 3.0  # after the end of another machine's ranks, for those of this one to notice
 WORD_S = 3.0  # for a word to or from the others
 AGENT_PATIENCE_S = 5.0  # after the end of the last rank here, for torchrun's agent
@@ -70,38 +68,16 @@ class Others(threading.Thread):
             raise ConfigError("nnodes", self.nodes.nnodes, "so many machines have come already")
         self.store = store
         self.compare(store)
-        self.share_out(store)
         self.start()
         threading.Thread(target=self._act, daemon=True).start()
 
     def compare(self, store: Store) -> None:
         """Whether all machines were called with the same arguments; ConfigError if not."""
-        resumed = resuming.work(self.folder, self.config).attempt > 1
-        ours = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc, "resumed": resumed}
-        ours |= runfolder.facts(self.config)
+        ours = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc} | runfolder.facts(self.config)
         theirs = json.loads(store.compare_set("arguments", "", json.dumps(ours)))
         for name, value in ours.items():
             if value != theirs.get(name):
                 raise ConfigError(name, value, f"must be as on the machine that came first, {theirs.get(name)}")
-
-    def share_out(self, store: Store) -> None:
-        """Agree on what is left to do of a run that is resumed, from what each machine has.
-
-        Raises:
-            TimeoutError: the others are not there.
-        """
-        own = resuming.work(self.folder, self.config)
-        if own.attempt == 1:
-            return
-        store.set(f"kept/{self.number}", json.dumps(asdict(own)))
-        everybody = [f"kept/{number}" for number in range(1, self.nodes.nnodes + 1)]
-        deadline = time.monotonic() + MEETING_PATIENCE_S
-        while not store.check(everybody):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not all {self.nodes.nnodes} machines came within {MEETING_PATIENCE_S:.0f} s")
-            time.sleep(PERIOD_S)
-        parts = [resuming.Work(**json.loads(store.get(key))) for key in everybody]
-        resuming.share_out(self.folder, self.config, parts)
 
     def run(self) -> None:
         assert self.store is not None

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from launch.job import end_ranks
+from launch.ending import end_ranks
 from launch.nodes import Nodes
 from launch.others import Others
 from launch.sweep import Sweep

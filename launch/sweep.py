@@ -12,7 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from launch.job import POLL_S, Job, end, launch, prepare, within
+from launch.ending import end
+from launch.job import POLL_S, Job, launch, prepare, within
 from vdpp_core import machine, results, runfolder, tables
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError

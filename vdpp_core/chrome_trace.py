@@ -99,10 +99,12 @@ class _Thread:
             self._slice(self.floor, t, "chunk of frames", kind, args)
         elif kind == "video":
             self._close_video(t)
-        elif kind == "official_step":
-            self._slice(self.floor, t, f"official pipeline, sample {event['sample']}, step {event['step']}", kind, args)
+        elif kind == "comparing":
+            self._slice(
+                self.floor, t, f"official pipeline, sample {event['sample']}, to step {event['step']}", kind, args
+            )
         elif kind == "official":
-            self._slice(self.floor, t, f"official pipeline, sample {event['sample']}", kind, args)
+            self._slice(self.floor, t, f"official pipeline, sample {event['sample']}, decoding", kind, args)
         elif kind == "clock":
             self._instant(t, "clock starts", kind, args)
         elif kind == "sample":

@@ -225,8 +225,7 @@ class _Rank:
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         share = self._share_of_latents()
-        here = self.todo.videos.get(socket.gethostname(), ())
-        for sample in here[self.world.local_rank :: self.world.local_world_size]:
+        for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
             share[sample] = runfolder.load_latents(self.folder, sample).transpose(1, 2).to(self.world.device)
         if share:
             self.videos.make(self.config, self.folder, share, self.world.device, self.dtype, self.log)

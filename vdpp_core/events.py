@@ -29,7 +29,7 @@ _FACTS = {  # what readers rely on, beside t, rank and kind
     "decode": {"sample"},
     "chunk": {"sample"},
     "video": {"sample", "seconds"},
-    "official_step": {"sample", "step"},
+    "comparing": {"sample", "step"},
     "official": {"sample", "equal_latents", "equal_frames", "max_latent_difference", "max_frame_difference"},
 }
 _NUMBERS = ("t", "seconds", "created", "sent_bytes")
@@ -48,7 +48,7 @@ class EventLog:
     Kinds, with t the end of what they tell: start, loaded, warm, clock, take (a sample taken up, seconds waited for
     it), step (seconds), send (seconds waited for room), sample (finished), pad (a step that only keeps the shard group
     company), done, and at a bad end error or terminated. Where videos are made: decode (a sample taken up), chunk (some
-    of its frames decoded), video (written, seconds), official_step (done by the official pipeline) and official
+    of its frames decoded), video (written, seconds), comparing (the official pipeline did a step) and official
     (compared with it). Where several machines have run folders of their own: gather (a part of a file sent to rank 0 or
     received by it).
     """

@@ -126,7 +126,6 @@ def _name_interface() -> None:
 class World:
     """This rank's place: its device, and the ranks that it has to do with.
 
-    local_rank, local_world_size: its number among those of its machine, and how many they are.
     stages: those of its replica with its number in their lockstep groups; it takes from one and hands on to another.
     team: all of its replica, the lockstep groups of all stages.
     shards: those that it shares parameters with, if any.
@@ -134,8 +133,6 @@ class World:
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
     place: Place
     device: torch.device
     threads: int
@@ -210,8 +207,6 @@ def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
         yield World(
             ranks.rank,
             ranks.world_size,
-            ranks.local_rank,
-            ranks.local_world_size,
             config.layout.place(ranks.rank),
             device,
             threads,

@@ -21,7 +21,7 @@ LEAST_SILENCE_S = 2.0  # before anything is called a stall: a busy machine makes
 FROZEN_S = 10.0  # between two looks of a watchdog, of which there are two a second
 KEPT = 100  # of a rank's latest events
 RECENT = 20  # steps, from which a rank's own pace is taken
-_VIDEOS = ("decode", "chunk", "video", "official_step", "official")
+_VIDEOS = ("decode", "chunk", "video", "comparing", "official")
 
 
 def progress(folder: Path) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,14 +32,16 @@ class Work:
 
     attempt: counted from 1
     latents: the samples to compute
-    kept:    samples whose latents are there from before, on one machine at least
-    videos:  those of them that have to be decoded, by the name of the machine that does it
+    kept:    samples whose latents are there from before
+    videos:  those of them that have to be decoded
+    nodes:   of several machines, what each was called with
     """
 
     attempt: int
     latents: Sequence[int]
     kept: Sequence[int] = ()
-    videos: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    videos: Sequence[int] = ()
+    nodes: Mapping[str, Any] | None = None
 
 
 def work(folder: Path, config: RunConfig) -> Work:
@@ -64,66 +65,37 @@ def missing(folder: Path, config: RunConfig) -> tuple[Work, list[str]]:
     videos = [m for m in kept if config.compare_official or not _has_videos(folder, config, m)] if makes_videos else []
     whole = set(kept)
     latents = [sample for sample in range(config.num_samples) if sample not in whole]
-    return Work(len(_attempts(folder)) + 2, latents, kept, {socket.gethostname(): videos}), damaged
-
-
-def shared_out(parts: Sequence[Work], config: RunConfig) -> tuple[Sequence[int], Sequence[int], dict[str, list[int]]]:
-    """latents, kept and videos of a run over several machines, from what each of them has in its folder.
-
-    Nothing is computed that one of them kept. A video that none has is decoded where the latents are, by one of those.
-    """
-    kept = sorted({sample for part in parts for sample in part.kept})
-    latents = [sample for sample in range(config.num_samples) if sample not in set(kept)]
-    videos: dict[str, list[int]] = {host: [] for part in parts for host in part.videos}
-    for sample in kept:
-        able = [host for part in parts for host, own in part.videos.items() if sample in own]
-        if len(able) == sum(sample in part.kept for part in parts):  # or there is a machine that has the video
-            videos[able[sample % len(able)]].append(sample)
-    return latents, kept, videos
-
-
-def share_out(folder: Path, config: RunConfig, parts: Sequence[Work]) -> None:
-    """Write down what is left to do for all machines; in a shared folder they all write the same."""
-    latents, kept, videos = shared_out(parts, config)
-    write(folder, Work(work(folder, config).attempt, latents, kept, videos))
-
-
-def write(folder: Path, todo: Work) -> None:
-    runfolder.write_atomically(folder / TODO, json.dumps(asdict(todo)) + "\n")
+    return Work(len(_attempts(folder)) + 2, latents, kept, videos), damaged
 
 
 @contextmanager
-def by_one(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
+def by_one(folder: Path) -> Iterator[None]:
     """Only one process at a time is in here, for a folder.
 
     Raises:
-        ConfigError: another one is, for longer than `patience_s`.
+        ConfigError: another one is.
     """
-    deadline = time.monotonic() + patience_s
     try:
         file = (folder / ".resuming").open("w")
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError("run", folder.name, "is being resumed by somebody else") from None
-                time.sleep(0.1)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError("run", folder.name, "is being resumed by somebody else") from None
     except OSError as error:
         raise ConfigError("run", folder.name, f"cannot be resumed ({error.strerror})") from None
     with file:
         yield
 
 
-def can_join(folder: Path) -> bool:
-    """Whether another machine has taken up the run, in this shared folder, and this one has no part in it yet."""
-    taken_up = (folder / TODO).exists() and any(folder.glob("job-*.json"))
-    return taken_up and not runfolder.logs_path(folder).exists()
+def was_taken_up(folder: Path, nodes: Mapping[str, Any]) -> bool:
+    """Whether another machine has begun the run again, in this shared folder, and calls this one."""
+    return work(folder, RunConfig.read(folder)).nodes == nodes and runfolder.read_result(folder) is None
 
 
-def begin_again(folder: Path) -> list[str]:
+def begin_again(folder: Path, nodes: Mapping[str, Any] | None = None) -> list[str]:
     """Put what the last attempt left aside, and write down what is left to do; the run can then be started.
+
+    Args:
+        nodes: for several machines, what each of them is called with.
 
     Returns:
         A line on each file that is damaged and will be made again.
@@ -138,7 +110,7 @@ def begin_again(folder: Path) -> list[str]:
     ended_well = (runfolder.read_result(folder) or {}).get("outcome") == "ok"
     if ended_well and not todo.latents and not todo.videos:
         raise ConfigError("run", name, "has all its samples, nothing is missing")
-    config = _as_before(folder, config)
+    todo, config = replace(todo, nodes=nodes), as_before(folder, config)
     aside = folder / "attempts" / str(todo.attempt - 1)
     try:
         for draft in [*folder.glob("latents/.*"), *folder.glob("videos/.*")]:
@@ -151,7 +123,7 @@ def begin_again(folder: Path) -> list[str]:
         for part in ("events", "logs", "latents"):
             (folder / part).mkdir(exist_ok=True)
         runfolder.write_atomically(folder / "config.json", config.to_json())
-        write(folder, todo)
+        runfolder.write_atomically(folder / TODO, json.dumps(asdict(todo)) + "\n")
         if (folder / "result.json").exists():  # last: as long as it is there, the run has ended and can be resumed
             (folder / "result.json").rename(aside / "result.json")
     except OSError as error:
@@ -179,8 +151,12 @@ def _has_videos(folder: Path, config: RunConfig, sample: int) -> bool:
     return all(whole(folder / "videos" / f"{name}{suffix}") for name in names for suffix in _ENDS)
 
 
-def _as_before(folder: Path, config: RunConfig) -> RunConfig:
-    """The configuration with what the earlier attempt was given by its machine, on which the bits depend."""
+def as_before(folder: Path, config: RunConfig) -> RunConfig:
+    """The configuration with what the earlier attempt was given by its machine, on which the bits depend.
+
+    Raises:
+        ConfigError: this machine would compute other latents.
+    """
     places = [folder, *_attempts(folder)]
     starts = [event for place in places for event in runfolder.read_events(place) if event["kind"] == "start"]
     if not starts:

@@ -10,7 +10,7 @@ result.json      last, atomically, by rank 0; by the launcher or a surviving ran
 job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
 logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
 todo.json        of a resumed run: what this attempt has to do (resuming.py)
-attempts/N/      of a resumed run: events/, logs/, result.json, job.json and todo.json of attempt N, which ended early
+attempts/N/      of a resumed run: events/, logs/, result.json, job*.json and todo.json of attempt N, which ended early
 .resuming        locked by who resumes it
 .reserve         room for the last words on a full disk; goes when the run ends
 

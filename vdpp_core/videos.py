@@ -53,7 +53,7 @@ def make(
         del decoder
         official = Official(config, device, dtype)
         for sample, latents in share.items():
-            done = partial(log.write, "official_step", sample)
+            done = partial(log.write, "comparing", sample)
             log.write("official", sample, **official.compare(sample, latents, kept[sample], step_done=done))
 
 

@@ -67,7 +67,7 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
     ours = runfolder.load_latents(folder, sample).transpose(1, 2)
     assert torch.equal(ours, latents)
     assert steps == list(range(config.total_steps))
-    told = [event for event in runfolder.read_events(folder) if event["kind"] == "official_step"]  # so no long silence
+    told = [event for event in runfolder.read_events(folder) if event["kind"] == "comparing"]  # so no long silence
     everything = itertools.product(range(config.num_samples), steps)
     assert sorted((event["sample"], event["step"]) for event in told) == list(everything)
     assert np.array_equal(Decoder(config, cpu, dtype, lambda: None).frames(ours), frames)

@@ -135,25 +135,44 @@ def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
 
 
 def test_frames_over_two_machines_with_a_shared_folder(machines: Machines, tmp_path: Path, wait_until: WaitUntil):
-    shared, arguments = tmp_path / "shared", ["--total-steps", "3", "--num-samples", "2", "--frames", "2"]
-    for machine in machines:
-        (machine.folder / "runs").symlink_to(tmp_path)
-    machines.start("shared", "benchmark", *arguments, "--output-dir", str(shared))
-    config = RunConfig(total_steps=3, num_samples=2, num_frames=4, save_latents=True, warmup_samples=0, threads=1)
-    alone = runfolder.load_latents(engine.run(config.replace(output_dir=tmp_path / "alone")), 1)
-    (result,) = results_of([shared], wait_until, 120)
+    arguments = ["benchmark", "--total-steps", "3", "--frames", "2", "--output-dir", str(tmp_path / "shared")]
+    machines.start("shared", *arguments)
+    config = RunConfig(total_steps=3, num_frames=4, save_latents=True, warmup_samples=0, threads=1)
+    alone = runfolder.load_latents(engine.run(config.replace(output_dir=tmp_path / "alone")), 0)
+    (result,) = results_of([tmp_path / "shared"], wait_until, 120)
     assert (result["outcome"], result["parallel"]) == ("ok", Parallel(frames=2).model_dump())
     assert result["hosts"] == [machine.name for machine in machines]
-    latents = runfolder.load_latents(shared, 1)
+    latents = runfolder.load_latents(tmp_path / "shared", 0)
     assert (latents - alone).abs().max() <= 1e-5 * alone.abs().max()
-    assert not list(shared.glob(".*"))
+    assert not list((tmp_path / "shared").glob(".*"))
     wait_until(lambda: not machines.pids(), 15)
-    runfolder.latents_path(shared, 1).unlink()
-    machines.resume("shared")  # the first of them begins, the other one joins
-    (result,) = results_of([shared], wait_until, 120)
-    assert (result["outcome"], result["resumed"]) == ("ok", {"attempt": 2, "samples_kept": 1})
-    assert torch.equal(runfolder.load_latents(shared, 1), latents)
-    assert len(list(shared.glob("logs/*/launcher.log"))) == len(list(shared.glob("attempts/1/logs/*"))) == 2
+
+
+def test_both_machines_resume_a_run_in_a_shared_folder(machines: Machines, tmp_path: Path, wait_until: WaitUntil):
+    folder = tmp_path / "shared"
+    for machine in machines:
+        (machine.folder / "runs").symlink_to(tmp_path)
+    arguments = ["--total-steps", "12", "--num-samples", "6", "--dp", "2", "--output-dir", str(folder)]
+    machines.start("shared", "generate", *arguments)
+    wait_until(lambda: samples_in(folder) >= 2, 120)
+    (start,) = [event for event in runfolder.read_events(folder) if event["kind"] == "start" and event["rank"] == 1]
+    os.kill(start["pid"], signal.SIGKILL)
+    (result,) = results_of([folder], wait_until, 15)
+    assert (result["outcome"], result["failure"]["rank"]) == ("failed", 1)
+    wait_until(lambda: not machines.pids(), 15)
+    kept = {path.name for path in folder.glob("latents/*.safetensors")}
+    machines.resume("shared")
+    (result,) = results_of([folder], wait_until, 120)
+    assert (result["outcome"], result["hosts"]) == ("ok", [machine.name for machine in machines])
+    assert result["resumed"] == {"attempt": 2, "samples_kept": len(kept)}
+    assert samples_in(folder) == 6 - len(kept) > 0
+    config = RunConfig(command="generate", total_steps=12, num_samples=6, num_frames=4, threads=1)
+    alone = engine.run(config.replace(output_dir=tmp_path / "alone"))
+    for sample in range(6):
+        assert torch.equal(runfolder.load_latents(folder, sample), runfolder.load_latents(alone, sample))
+    for path in (alone / "videos").iterdir():
+        assert path.read_bytes() == (folder / "videos" / path.name).read_bytes()
+    assert len(list(folder.glob("logs/*/launcher.log"))) == len(list(folder.glob("attempts/1/logs/*"))) == 2
     wait_until(lambda: not machines.pids(), 15)
 
 
@@ -178,36 +197,16 @@ def in_mid_run(machines: Machines, run_id: str, wait_until: WaitUntil) -> list[P
     return folders
 
 
-def test_a_killed_rank_is_named_on_both_sides_and_both_resume(
-    machines: Machines, tmp_path: Path, wait_until: WaitUntil
-):
-    """Each has kept samples that the other one has not; nothing of them is computed again."""
-    machines.start("killed", "generate", "--total-steps", "12", "--num-samples", "6", "--dp", "2")
-    folders = [machine.run("killed") for machine in machines]
-    wait_until(lambda: all(samples_in(folder) for folder in folders), 120)
+@pytest.mark.again
+def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: WaitUntil):
+    folders = in_mid_run(machines, "killed", wait_until)
     (start,) = [event for event in runfolder.read_events(folders[1]) if event["kind"] == "start"]
     os.kill(start["pid"], signal.SIGKILL)
-    failures = [result["failure"] for result in results_of(folders, wait_until, 15)]
+    results = results_of(folders, wait_until, 15)
+    failures = [result["failure"] for result in results]
     assert failures[0] == failures[1]
     assert (failures[0]["rank"], failures[0]["cause"]) == (1, "killed by SIGKILL")
     assert failures[0]["sample"] >= 1
-    wait_until(lambda: not machines.pids(), 15)
-    kept = [{path.name for path in folder.glob("latents/*")} for folder in folders]
-    assert kept[0]
-    assert kept[1]
-    machines.resume("killed")
-    results = results_of(folders, wait_until, 120)
-    assert results[0] == results[1]
-    assert results[0]["outcome"] == "ok"
-    assert results[0]["resumed"] == {"attempt": 2, "samples_kept": len(kept[0] | kept[1])}
-    computed = {event["sample"] for event in runfolder.read_events(folders[0]) if event["kind"] == "sample"}
-    assert len(computed) == samples_in(folders[0]) == 6 - len(kept[0] | kept[1])
-    config = RunConfig(command="generate", total_steps=12, num_samples=6, num_frames=4, threads=1)
-    alone = engine.run(config.replace(output_dir=tmp_path / "alone"))
-    for sample in range(6):
-        assert torch.equal(runfolder.load_latents(folders[0], sample), runfolder.load_latents(alone, sample))
-    for path in (alone / "videos").iterdir():
-        assert path.read_bytes() == (folders[0] / "videos" / path.name).read_bytes()
     wait_until(lambda: not machines.pids(), 15)
 
 

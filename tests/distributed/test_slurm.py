@@ -61,7 +61,7 @@ def test_a_run_is_taken_up_again_by_its_name(sbatch, tmp_path: Path):
     assert words[words.index("launch") :][:3] == ["launch", "resume", "--wait"]
     assert words[-1] == "slurm-4242"
     assert "--output-dir" not in words
-    assert "which run?" in sbatch(["node1"], TELLING, "resume").stderr
+    assert "one thing, the run" in sbatch(["node1"], TELLING, "resume").stderr
 
 
 def test_it_runs_to_its_end(sbatch, tmp_path: Path):

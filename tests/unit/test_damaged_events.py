@@ -14,7 +14,7 @@ from tests.unit.inputs import json_like
 from vdpp_core import Parallel, RunConfig, machine, progress, results, runfolder
 
 KINDS = ["start", "loaded", "predicted", "warm", "clock", "take", "step", "send", "sample", "pad", "done", "error"]
-KINDS += ["terminated", "decode", "chunk", "video", "official_step", "official", "else"]
+KINDS += ["terminated", "decode", "chunk", "video", "comparing", "official", "else"]
 NAMES = ["t", "rank", "kind", "sample", "step", "seconds", "memory", "error", "lost_rank", "pid", "host", "created"]
 
 shapeless = st.dictionaries(st.sampled_from(NAMES), json_like, max_size=5)

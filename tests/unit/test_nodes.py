@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import sys
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +15,13 @@ import pytest
 from torch.distributed import HashStore
 
 from launch.__main__ import main
+from launch.job import Job
 from launch.nodes import Nodes
 from launch.others import Others
 from vdpp_core import Parallel, RunConfig, results, resuming, runfolder, waiting
 from vdpp_core.errors import ConfigError
-from vdpp_core.resuming import Work, shared_out
 
+JOB = sys.modules["launch.job"]
 HERE = socket.gethostname()
 START = {"pid": 2**22 + 1, "created": 0.0, "threads": 1, "device": "cpu", "dtype": "float32", "backend": "gloo"}
 SHORT = {"model": "dummy", "total_steps": 4, "num_samples": 4, "latent_shape": (1, 4, 2, 8, 8), "device": "cpu"}
@@ -87,27 +93,51 @@ def test_so_is_what_cannot_be_resumed(
     assert named in written
 
 
-def test_machines_share_out_what_is_left_of_a_run():
-    """Of six samples a has three, one with its video, and b two; or they have a folder together."""
-    six = RunConfig(**SHORT | {"num_samples": 6})
-    a, b = Work(2, [1, 3, 5], [0, 2, 4], {"a": [0, 4]}), Work(3, [0, 2, 3, 5], [1, 4], {"b": [1]})
-    assert shared_out([a, b], six) == ([3, 5], [0, 1, 2, 4], {"a": [0], "b": [1]})  # b has the video of 4
-    both = [Work(2, [5], range(5), {host: [0, 1, 3]}) for host in "ab"]
-    assert shared_out(both, six) == ([5], [0, 1, 2, 3, 4], {"a": [0], "b": [1, 3]})
+def test_a_machine_joins_a_run_that_was_taken_up_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    launched: list[list[Path]] = []
+    monkeypatch.setattr(JOB, "MEETING_PATIENCE_S", 0.0)
+    monkeypatch.setattr(JOB, "launch", lambda folders, **_: launched.append(folders))
+    monkeypatch.setattr(Nodes, "address", property(lambda _: ("10.77.0.2", False)))  # towards the endpoint
+    folder = runfolder.create(RunConfig(**SHORT, save_latents=True, output_dir=tmp_path / "run").for_ranks(2))
+    results.settle(folder, reason="stopped")
+    job, nodes = Job(folder), Nodes(2, 1, "10.77.0.1:29400", "run")
+    with pytest.raises(ConfigError, match="was not taken up at the endpoint"):
+        job.resume(nodes)
+    resuming.begin_again(folder)
+    with pytest.raises(ConfigError, match="was not taken up at the endpoint"):  # by one machine alone
+        job.resume(nodes)
+    results.settle(folder, reason="stopped")
+    resuming.begin_again(folder, asdict(nodes))
+    (folder / "job-another.json").touch()
+    with pytest.raises(ConfigError, match="was not taken up at the endpoint"):  # for others
+        job.resume(replace(nodes, run_id="another"))
+    assert not runfolder.logs_path(folder).exists()
+    job.resume(nodes)
+    assert launched == [[folder]]
+    with pytest.raises(ConfigError, match="take part already"):
+        job.resume(nodes)
+    (folder / "job-third.json").touch()
+    runfolder.logs_path(folder).rmdir()
+    with pytest.raises(ConfigError, match="take part already"):
+        job.resume(nodes)
 
 
-def test_one_machine_after_the_other_takes_up_a_run_in_a_shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def join(host: str) -> bool:
-        monkeypatch.setattr(socket, "gethostname", lambda: host)
-        if able := resuming.can_join(tmp_path):
-            runfolder.logs_path(tmp_path).mkdir(parents=True)
-        return able
-
-    assert not join("a")  # nobody began again
-    resuming.write(tmp_path, Work(2, [1], [0]))
-    assert not join("a")  # somebody did, alone
-    (tmp_path / "job-b.json").touch()
-    assert [join("a"), join("a"), join("c")] == [True, False, True]
+@pytest.mark.parametrize(("age_s", "waits"), [(0.0, True), (60.0, False)])
+def test_other_machines_have_a_moment_to_leave(age_s: float, waits: bool, tmp_path: Path, monkeypatch):
+    """Of their launchers nothing is known; but there is the result."""
+    monkeypatch.setattr(JOB, "STOP_PATIENCE_S", 0.0)
+    monkeypatch.setattr(JOB, "launch", lambda *_, **__: None)
+    folder = runfolder.create(RunConfig(**SHORT, save_latents=True, output_dir=tmp_path / "run").for_ranks(2))
+    launcher = {"pid": 1, "created": 0.0, "host": "another"}
+    (folder / "job-another.json").write_text(json.dumps(launcher))
+    results.settle(folder, reason="stopped")
+    os.utime(folder / "result.json", (time.time() - age_s,) * 2)
+    if waits:
+        with pytest.raises(ConfigError, match="is watched over"):
+            Job(folder).resume()
+    else:
+        Job(folder).resume()
+    assert (folder / "result.json").exists() == waits
 
 
 @pytest.mark.parametrize(
