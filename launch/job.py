@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +104,12 @@ class Job:
             ConfigError: it goes on, nothing is missing, or this machine would compute other latents.
         """
         config = RunConfig.read(self.folder)
+        local_ranks = config.layout.world_size if nodes is None else nodes.share_of(config)
         if nodes is not None and not nodes.address[1]:
             self._join(config, nodes)
             return self
         self._check_ended()
-        machine.check(config, local_ranks=config.layout.world_size if nodes is None else nodes.share_of(config))
+        machine.check(config, local_ranks)
         with resuming.by_one(self.folder):
             self._check_ended()  # nobody took it up meanwhile
             deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
@@ -135,10 +137,15 @@ class Job:
 
     def _join(self, config: RunConfig, nodes: Nodes) -> None:
         """Take part in a run that the machine at the endpoint takes up, as soon as it does."""
-        machine.check(config, local_ranks=nodes.share_of(config))
+        machine.check(config, local_ranks=nodes.nproc)
         resuming.as_before(self.folder, config)
-        deadline = time.monotonic() + MEETING_PATIENCE_S
-        while not resuming.was_taken_up(self.folder, asdict(nodes)):
+        deadline, taken_up = None, partial(resuming.was_taken_up, self.folder, asdict(nodes))
+        while not taken_up():
+            if self.outcome() is None and not taken_up():
+                self._check_ended()
+            if deadline is None:
+                warnings.warn(f"{self.run_id}: waits until it is taken up at {nodes.endpoint}", stacklevel=3)
+                deadline = time.monotonic() + MEETING_PATIENCE_S
             if time.monotonic() > deadline:
                 allowed = "was not taken up at the endpoint; machines have to share its folder to resume it together"
                 raise ConfigError("run", self.run_id, allowed)

@@ -93,6 +93,7 @@ def test_so_is_what_cannot_be_resumed(
     assert named in written
 
 
+@pytest.mark.filterwarnings("ignore:.*waits until it is taken up")
 def test_a_machine_joins_a_run_that_was_taken_up_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     launched: list[list[Path]] = []
     monkeypatch.setattr(JOB, "MEETING_PATIENCE_S", 0.0)
@@ -104,12 +105,12 @@ def test_a_machine_joins_a_run_that_was_taken_up_for_it(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="was not taken up at the endpoint"):
         job.resume(nodes)
     resuming.begin_again(folder)
-    with pytest.raises(ConfigError, match="was not taken up at the endpoint"):  # by one machine alone
+    with pytest.raises(ConfigError, match="goes on"):  # on one machine alone
         job.resume(nodes)
     results.settle(folder, reason="stopped")
     resuming.begin_again(folder, asdict(nodes))
     (folder / "job-another.json").touch()
-    with pytest.raises(ConfigError, match="was not taken up at the endpoint"):  # for others
+    with pytest.raises(ConfigError, match="goes on"):  # on others
         job.resume(replace(nodes, run_id="another"))
     assert not runfolder.logs_path(folder).exists()
     job.resume(nodes)
@@ -120,6 +121,13 @@ def test_a_machine_joins_a_run_that_was_taken_up_for_it(tmp_path: Path, monkeypa
     runfolder.logs_path(folder).rmdir()
     with pytest.raises(ConfigError, match="take part already"):
         job.resume(nodes)
+
+
+def test_a_run_that_goes_on_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Nodes, "address", property(lambda _: ("10.77.0.2", False)))
+    folder = runfolder.create(RunConfig(**SHORT, save_latents=True, output_dir=tmp_path / "run").for_ranks(2))
+    with pytest.raises(ConfigError, match="goes on"):
+        Job(folder).resume(Nodes(2, 1, "10.77.0.1:29400", "run"))
 
 
 @pytest.mark.parametrize(("age_s", "waits"), [(0.0, True), (60.0, False)])
