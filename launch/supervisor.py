@@ -43,12 +43,12 @@ class Watchdog(threading.Thread):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.folder = folder
+        self.folder, self.watchdog = folder, progress.Watchdog(folder)
         self.stalled: dict[int, str] = {}
         self.over = threading.Event()
 
     def run(self) -> None:
-        self.watchdog, named = progress.Watchdog(self.folder), None
+        named = None
         while not self.over.wait(PERIOD_S):
             with contextlib.suppress(OSError, psutil.Error):  # a file or a process that has just gone
                 named = self._look(named)
@@ -87,10 +87,10 @@ def supervise(folder: Path, others: Others | None = None) -> dict[str, Any]:
     settle = partial(results.settle, folder) if others is None else others.settle
     exits: dict[int, str] = {}
     watchdog = Watchdog(folder)
+    watchdog.start()
     try:
         if others is not None:
             others.meet()
-        watchdog.start()
         elastic_launch(agent, sys.executable)("-m", "vdpp_core", "run", str(folder))
     except ChildFailedError as error:
         exits = {rank: _words(failure.exitcode) for rank, failure in error.failures.items()}
