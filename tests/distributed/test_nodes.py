@@ -157,7 +157,7 @@ def test_both_machines_resume_a_run_in_a_shared_folder(machines: Machines, tmp_p
     wait_until(lambda: samples_in(folder) >= 2, 120)
     (start,) = [event for event in runfolder.read_events(folder) if event["kind"] == "start" and event["rank"] == 1]
     os.kill(start["pid"], signal.SIGKILL)
-    (result,) = results_of([folder], wait_until, 15)
+    (result,) = results_of([folder], wait_until, 30)
     assert (result["outcome"], result["failure"]["rank"]) == ("failed", 1)
     wait_until(lambda: not machines.pids(), 15)
     kept = {path.name for path in folder.glob("latents/*.safetensors")}
