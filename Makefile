@@ -18,7 +18,7 @@ test-all: test ## and what is shown once more in other layouts or ways
 	$(VENV)/python -m pytest -m again tests/distributed
 
 lab: $(READY) ## open the workbook
-	$(VENV)/jupyter lab notebooks
+	$(VENV)/jupyter lab --allow-root notebooks
 
 lint: $(READY) ## ruff (notebooks included) and mypy
 	$(VENV)/ruff check .

@@ -126,7 +126,10 @@ class Job:
 
     def _check_ended(self) -> None:
         if self.outcome() is None:
-            raise ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
+            raise self._goes_on()
+
+    def _goes_on(self) -> ConfigError:
+        return ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
 
     def _is_watched_over(self) -> bool:
         """Whether a launcher may still write to the folder of a run that has ended."""
@@ -141,8 +144,8 @@ class Job:
         resuming.as_before(self.folder, config)
         deadline, taken_up = None, partial(resuming.was_taken_up, self.folder, asdict(nodes))
         while not taken_up():
-            if self.outcome() is None and not taken_up():
-                self._check_ended()
+            if self.outcome() is None and not taken_up():  # asked once more: it may have been taken up in between
+                raise self._goes_on()
             if deadline is None:
                 warnings.warn(f"{self.run_id}: waits until it is taken up at {nodes.endpoint}", stacklevel=3)
                 deadline = time.monotonic() + MEETING_PATIENCE_S

@@ -131,7 +131,8 @@ def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait
     assert (result["outcome"], failure["rank"]) == ("failed", rank)
     assert failure["cause"].startswith(cause)
     if rank is not None:
-        assert (failure["sample"], failure["step"]) >= (1, 23)  # of two finished samples at the least
+        assert (1, 23) <= (failure["sample"], failure["step"]) < (SAMPLES, 0)  # two samples are finished at the least
+        assert failure["step"] in range(12, 24)  # of its stage
     assert_none_is_left(family)
     assert_resumes(job, undisturbed)
 
