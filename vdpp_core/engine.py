@@ -25,7 +25,7 @@ from vdpp_core.handoff import Handoff
 from vdpp_core.importing import importing
 from vdpp_core.limits import Device, OutOfMemoryError
 from vdpp_core.measure import MemoryMeter, Stopwatch
-from vdpp_core.mesh import LostRankError, Ranks, World, communication, joined
+from vdpp_core.mesh import LostRankError, Ranks, World, joined
 from vdpp_core.parallel import fsdp
 from vdpp_core.parallel.parallelize import parallelize, sent
 
@@ -186,9 +186,8 @@ class _Rank:
         elif self.first and not synthetic:
             for generator in self.draws:
                 conditioning.augmentation(config, generator)
-        with communication(dist.get_global_rank(world.team, 0)):
-            for tensor in told.tensors():
-                dist.broadcast(tensor.contiguous(), group=world.team, group_src=0)
+        for tensor in told.tensors():
+            world.share(tensor, source=0)
         return told
 
     def _warm_up(self) -> None:
@@ -243,8 +242,8 @@ class _Rank:
             latents = self.finished.pop(sample, None)
             if latents is None:
                 latents = torch.empty(shape, device=self.world.device, dtype=self.dtype)
-            with communication(dist.get_global_rank(team, source)):
-                dist.broadcast(latents, group=team, group_src=source)
+            latents = latents.contiguous()
+            self.world.share(latents, source)
             if position % ranks == dist.get_rank(team):
                 share[sample] = latents
         return share

@@ -67,10 +67,13 @@ class Parallel(Frozen):
         return (replica * self.pp + stage) * self.lockstep + member
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of this layout, outermost axis first. Needs an initialised process group of `world_size` ranks."""
-        from torch.distributed.device_mesh import init_device_mesh
+        """The mesh of this layout, outermost axis first; its groups have the default group's time limit.
 
-        return init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
+        Needs an initialised process group of `world_size` ranks, all of which have to call it.
+        """
+        from vdpp_core.parallel.groups import make_mesh
+
+        return make_mesh(device_type, [getattr(self, axis) for axis in AXES], AXES)
 
     def __str__(self) -> str:
         axes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1]

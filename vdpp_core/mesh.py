@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -23,8 +24,10 @@ from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Place
 from vdpp_core.limits import is_out_of_memory
+from vdpp_core.parallel.groups import merged
 
-# Waiting for a slow stage is normal and may take hours; what ends a run that hangs is the guard (vdpp_core/guard.py).
+# Of every group and the store: waiting for a slow stage is normal and may take hours. What ends a run that hangs is the
+# guard (vdpp_core/guard.py).
 PATIENCE = timedelta(days=7)
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _POLL_S = 0.05  # of those who wait for the work of a few
@@ -107,19 +110,11 @@ def first_ones(ranks: Ranks, number: int, subject: str, work: Callable[[Ranks], 
 @functools.cache
 def _store(ranks: Ranks) -> dist.Store:
     """torchrun's store; a private one for a rank alone."""
-    return next(rendezvous("env://"))[0] if ranks.under_torchrun else dist.HashStore()
-
-
-def _name_interface() -> None:
-    """Have gloo and NCCL take the network interface towards the other machines, unless somebody named another one.
-
-    By itself gloo looks up this machine's name, which many a machine resolves to its loopback address.
-    """
-    address, _ = network.address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    interface = None if network.is_loopback(address) else network.interface_of(address)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    if not ranks.under_torchrun:
+        return dist.HashStore()
+    store = next(rendezvous("env://"))[0]
+    store.set_timeout(PATIENCE)
+    return store
 
 
 @dataclass(frozen=True)
@@ -147,8 +142,16 @@ class World:
         return self.place.member == 0
 
     def barrier(self) -> None:
-        with communication():
-            dist.barrier()
+        """All ranks meet, each on its own device: without its number, NCCL takes that of the rank."""
+        if self.world_size > 1:
+            with communication():
+                dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def share(self, tensor: Tensor, source: int) -> None:
+        """Give a tensor of number `source` of the team to all of it, in place. A team of one shares nothing."""
+        if dist.get_world_size(self.team) > 1:
+            with communication(dist.get_global_rank(self.team, source)):
+                dist.broadcast(tensor, group=self.team, group_src=source)
 
 
 @contextmanager
@@ -162,11 +165,6 @@ def communication(peer: int | str = "unknown") -> Iterator[None]:
         raise LostRankError(peer, str(error).splitlines()[0]) from error
 
 
-def merged(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The one-dimensional mesh of the ranks that differ in these axes alone. All ranks have to ask for it."""
-    return mesh[axes]._flatten("_".join(axes))
-
-
 def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
     """The device of this rank: the one that was asked for, or on CUDA that of its number on this machine."""
     kind = machine.device_type(config)
@@ -174,55 +172,93 @@ def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank) if kind == "cuda" and device.index is None else device
 
 
-def _loopback() -> str:
-    """The interface that no other machine reaches."""
+def _name_interface() -> None:
+    """Have gloo and NCCL take the network interface towards the other machines, unless somebody named another one.
+
+    By itself gloo looks up this machine's name, which many a machine resolves to its loopback address.
+    """
+    address, _ = network.address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    interface = None if network.is_loopback(address) else network.interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def _stay_inside() -> None:
+    """Have gloo and NCCL take the interface that no other machine reaches, unless somebody named another one.
+
+    By themselves gloo listens where the machine's name leads, NCCL on all interfaces but this one.
+    """
     interfaces = psutil.net_if_addrs().items()
-    return next(name for name, addresses in interfaces if any(each.address == "127.0.0.1" for each in addresses))
+    loopback = next(name for name, addresses in interfaces if any(each.address == "127.0.0.1" for each in addresses))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+
+
+@contextmanager
+def _full_precision(dtype: torch.dtype) -> Iterator[None]:
+    """No TF32 in a run in fp32: convolutions on CUDA take it by default, which is 1e-3 off and not 1e-5."""
+    switches: tuple[Any, ...] = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [switch.allow_tf32 for switch in switches]
+    if dtype == torch.float32:
+        for switch in switches:
+            switch.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for switch, allowed in zip(switches, before, strict=True):
+            switch.allow_tf32 = allowed
+
+
+@contextmanager
+def _settings(config: RunConfig, ranks: Ranks) -> Iterator[int]:
+    """What a run sets for its process: network interfaces, precision, threads (their number is given). All is put back
+    at the end, since one rank may run inside somebody's notebook, whose processes would inherit it."""
+    interfaces_before = {name: os.environ.get(name) for name in _INTERFACES}
+    threads_before, threads = torch.get_num_threads(), machine.threads(config, ranks.local_world_size)
+    torch.set_num_threads(threads)
+    (_name_interface if ranks.several_machines else _stay_inside)()
+    try:
+        with _full_precision(machine.dtype(config)):
+            yield threads
+    finally:
+        torch.set_num_threads(threads_before)
+        for variable, value in interfaces_before.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
 
 
 @contextmanager
 def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
     """Join the ranks of a run and leave them at the end. One rank without torchrun makes a group of its own.
 
-    The caller's number of threads and network interfaces are put back at the end, since one rank may run inside
-    somebody's notebook.
+    No `device_id` for the group: NCCL would then open one communicator for all of a rank's messages, where a latent to
+    the next stage waits behind the receive that is posted ahead.
     """
     device = device_of(config, ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    threads_before = torch.get_num_threads()
-    threads = machine.threads(config, ranks.local_world_size)
-    torch.set_num_threads(threads)
     store = dist.PrefixStore(name, _store(ranks))
-    interfaces_before = {name: os.environ.get(name) for name in _INTERFACES}
-    if ranks.several_machines:
-        _name_interface()
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())  # gloo takes what the machine's name stands for
     try:
-        dist.init_process_group(
-            machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
-        )
-        mesh = config.layout.mesh("cuda" if device.type == "cuda" else "cpu")
-        yield World(
-            ranks.rank,
-            ranks.world_size,
-            config.layout.place(ranks.rank),
-            device,
-            threads,
-            mesh,
-            stages=mesh.get_group("pp"),
-            team=merged(mesh, "pp", "cfg", "frames").get_group(),
-            shards=merged(mesh, "dp", "cfg", "frames") if config.layout.shards > 1 else None,
-        )
-        dist.destroy_process_group()
+        with _settings(config, ranks) as threads:
+            dist.init_process_group(
+                machine.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
+            )
+            mesh = config.layout.mesh("cuda" if device.type == "cuda" else "cpu")
+            yield World(
+                ranks.rank,
+                ranks.world_size,
+                config.layout.place(ranks.rank),
+                device,
+                threads,
+                mesh,
+                stages=mesh.get_group("pp"),
+                team=merged(mesh, "pp", "cfg", "frames").get_group(),
+                shards=merged(mesh, "dp", "cfg", "frames") if config.layout.shards > 1 else None,
+            )
+            dist.destroy_process_group()
     except BaseException:
         if not ranks.under_torchrun and dist.is_initialized():  # under torchrun the process ends, without waiting
             dist.destroy_process_group()
         raise
-    finally:
-        torch.set_num_threads(threads_before)
-        for variable, value in interfaces_before.items():  # which processes that this one starts would inherit
-            os.environ.pop(variable, None)
-            if value is not None:
-                os.environ[variable] = value

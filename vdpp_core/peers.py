@@ -113,8 +113,11 @@ class Peers:
             latents, seconds = denoise[kind](world)
             for sample, value in latents.items():
                 runfolder.save_latents(folder, sample, value.transpose(1, 2))
-            with communication():
-                dist.all_gather_object(everyone, seconds)
+            if world.world_size > 1:
+                with communication():
+                    dist.all_gather_object(everyone, seconds)
+            else:
+                everyone = [seconds]
         latencies = [] if kind == "step pipeline" else [latency for own in everyone for latency in own]
         return {"makespan_s": max(map(sum, everyone)), "latency_s": latencies}
 

@@ -89,9 +89,12 @@ class AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
+        ranks = dist.get_world_size(group)
+        if ranks == 1:  # FSDP2 has put the only shard in its place
+            return None
         with communication():
             if output_tensor.device.type != "cpu":
                 return gather(output_tensor, input_tensor, group=group, async_op=async_op)
-            for rank, part in enumerate(output_tensor.chunk(dist.get_world_size(group))):
+            for rank, part in enumerate(output_tensor.chunk(ranks)):
                 dist.broadcast(part, group=group, group_src=rank)
         return None

@@ -9,10 +9,10 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from vdpp_core.layout import AXES
-from vdpp_core.mesh import merged
 from vdpp_core.parallel import lockstep
 from vdpp_core.parallel.collectives import Collectives
 from vdpp_core.parallel.fsdp import shard
+from vdpp_core.parallel.groups import merged
 from vdpp_core.unets.patches import Patches
 
 APPLIED = "_parallelized"
