@@ -1,0 +1,59 @@
+"""Process groups along the axes of a mesh, each with the time limit of the default group.
+
+`init_device_mesh` and `DeviceMesh._flatten` give groups PyTorch's own limit, 10 minutes (NCCL) or 30 (gloo) from the
+moment an operation is enqueued: too short for a receive that is posted ahead, or for a rank that waits for a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def time_limit(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long an operation of a group may take; of the default group, what `init_process_group` was given."""
+    group = group or dist.group.WORLD
+    assert group is not None, "init_process_group comes first"
+    limits = [group._get_backend(device).options._timeout for device in group._device_types]
+    return min(limits)
+
+
+def make_mesh(device_type: str, sizes: Sequence[int], axes: Sequence[str]) -> DeviceMesh:
+    """A mesh of all ranks, outermost axis first. All ranks have to call it."""
+    ranks = torch.arange(dist.get_world_size(), dtype=torch.int).view(*sizes)
+    groups = [_group_of_own(_lines(ranks, [dim]), axis) for dim, axis in enumerate(axes)]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+
+
+def merged(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """The one-dimensional mesh of the ranks that differ in these axes alone. All ranks have to call it."""
+    assert mesh.mesh_dim_names is not None
+    lines = _lines(mesh.mesh, [mesh.mesh_dim_names.index(axis) for axis in axes])
+    name = "_".join(axes)
+    return DeviceMesh.from_group(_group_of_own(lines, name), mesh.device_type, mesh_dim_names=(name,))
+
+
+def _lines(ranks: torch.Tensor, dims: Sequence[int]) -> list[list[int]]:
+    """The ranks of each group that differ in these dimensions alone."""
+    last = range(ranks.ndim - len(dims), ranks.ndim)
+    size = torch.Size([ranks.shape[dim] for dim in dims]).numel()
+    return ranks.movedim(list(dims), list(last)).reshape(-1, size).tolist()
+
+
+def _group_of_own(lines: Sequence[list[int]], name: str) -> dist.ProcessGroup:
+    """The group with this rank in it. One of all ranks is the default group: a communicator less."""
+    world = dist.group.WORLD
+    assert world is not None, "init_process_group comes first"
+    if len(lines) == 1:
+        return world
+    limit, own = time_limit(), None
+    for line in lines:
+        group = dist.new_group(line, timeout=limit, group_desc=name)
+        if dist.get_rank() in line:
+            own = group
+    assert isinstance(own, dist.ProcessGroup)
+    return own
