@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.doubles.threads import together
 from vdpp_core import Parallel, RunConfig, trace, unets
 from vdpp_core.parallel.group import Group
 
@@ -26,17 +27,39 @@ def test_what_is_sent_is_counted():
     assert group.sent["layer", "statistics"] == 2 * 16
     assert group.all_to_all(torch.zeros(6), [1, 2, 3], [2, 2, 2], "layer").shape == (6,)
     assert group.sent["layer", "positions"] == 4 * 4  # not what stays here
-    before, after = group.swap_edges(four, four, "layer")()
+    assert group.exchanges == 2
+    gathered, before, after = group.all_gather_with_edges(torch.zeros(2, 5), four, four, "layer")
+    assert gathered.shape == (3, 2, 5)
     assert before.shape == after.shape == four.shape
     assert group.sent["layer", "halo"] == 2 * 16
+    assert group.sent["layer", "statistics"] == 2 * 16 + 2 * 40
+    assert group.exchanges == 3
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 0), (2, 1)])
 def test_the_ends_have_one_neighbour(rank, missing):
     group = Group(3, rank)
-    edges = group.swap_edges(torch.zeros(4), torch.zeros(4), "layer")()
+    _, *edges = group.all_gather_with_edges(torch.zeros(1), torch.zeros(4), torch.zeros(4), "layer")
     assert [edge is None for edge in edges].index(True) == missing
     assert group.sent["layer", "halo"] == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_one_exchange_brings_everybodys_numbers_and_the_neighbours_edges(size, dtype):
+    """Of types of their own: statistics are wide, edges as narrow as the activations."""
+
+    def edge(rank, side):
+        return torch.full((2, 32, 3, 5), rank + side / 4, dtype=dtype).transpose(2, 3)  # not contiguous
+
+    def work(group):
+        own = torch.tensor([[group.rank, 1e-9 * group.rank]], dtype=torch.float64)
+        return group.all_gather_with_edges(own, edge(group.rank, 0), edge(group.rank, 1), "layer")
+
+    for rank, (gathered, before, after) in enumerate(together(size, work)):
+        assert gathered.tolist() == [[[other, 1e-9 * other]] for other in range(size)]
+        assert before is None if rank == 0 else torch.equal(before, edge(rank - 1, 1))
+        assert after is None if rank == size - 1 else torch.equal(after, edge(rank + 1, 0))
 
 
 def rehearsed(layout, member=0):

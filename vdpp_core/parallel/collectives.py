@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,23 +26,3 @@ class Collectives(Group):
     def _all_to_all(self, arrived: Tensor, pieces: Tensor, coming: Sequence[int], sizes: Sequence[int]) -> None:
         with communication():
             dist.all_to_all_single(arrived, pieces, list(coming), list(sizes), group=self.group)
-
-    def _swap_edges(
-        self, first: Tensor, last: Tensor, before: Tensor | None, after: Tensor | None
-    ) -> Callable[[], None]:
-        wishes = [
-            dist.P2POp(action, tensor, group=self.group, group_peer=self.rank + side)
-            for side, sending, coming in ((-1, first, before), (1, last, after))
-            if coming is not None
-            for action, tensor in ((dist.isend, sending), (dist.irecv, coming))
-        ]
-        with communication():
-            works = dist.batch_isend_irecv(wishes) if wishes else []
-
-        def wait() -> None:
-            with communication():
-                for work in works:
-                    work.wait()
-            wishes.clear()  # until now it kept what was being sent
-
-        return wait

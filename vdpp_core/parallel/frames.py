@@ -2,8 +2,8 @@
 
 Spatial layers see one frame at a time and run unchanged on a rank's own frames. Two kinds of layers look across:
 
-TemporalResnetBlock: two convolutions over three neighbouring frames, each after a group norm over all frames. A rank
-sends its first and its last frame to its neighbours while it convolves its own; the norm's statistics are gathered.
+TemporalResnetBlock: two convolutions over three neighbouring frames, each after a group norm over all frames. One
+exchange a convolution: the norm's statistics to all ranks, the first and the last frame to the neighbours.
 TemporalBasicTransformerBlock: attention over all frames, for each position alone. All-to-all turns 'my frames, all
 positions' into 'all frames, my positions', and back.
 
@@ -13,7 +13,6 @@ With N ranks, F frames and a hidden state of X bytes, the convolutions' halo mov
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,8 @@ from torch import Tensor, nn
 from vdpp_core.parallel.group import Group
 from vdpp_core.parallel.output import as_asked
 from vdpp_core.unets.patches import Patches
+
+Edge = Tensor | None
 
 
 def split(unet: nn.Module, group: Group, patches: Patches) -> None:
@@ -53,6 +54,8 @@ class Frames:
         self.group, self.compute = group, compute
         self.shares: list[slice] = []
         self.counts: list[int] = []
+        self.weights = torch.empty(0)
+        self.shared_out: tuple[int, torch.device, torch.dtype] | None = None
 
     @torch.no_grad()
     def forward(
@@ -67,13 +70,19 @@ class Frames:
         frames = sample.shape[1]
         if frames < self.group.size:
             raise ValueError(f"frames {self.group.size}: must be at most num_frames, {frames}")
-        self.shares = self.group.shares(frames)
-        self.counts = [share.stop - share.start for share in self.shares]
-        wide = torch.promote_types(sample.dtype, torch.float32)
-        self.weights = torch.tensor(self.counts, dtype=wide, device=sample.device).view(-1, 1, 1, 1) / frames
+        wanted = frames, sample.device, torch.promote_types(sample.dtype, torch.float32)
+        if self.shared_out != wanted:
+            self._share_out(*wanted)
         own = sample[:, self.shares[self.group.rank]]
         prediction = self.compute(own, timestep, encoder_hidden_states, added_time_ids, return_dict=False)[0]
         return as_asked(self._whole(prediction), return_dict)
+
+    def _share_out(self, frames: int, device: torch.device, wide: torch.dtype) -> None:
+        """Once for all steps: a GPU would wait for what comes from the host."""
+        self.shared_out = frames, device, wide
+        self.shares = self.group.shares(frames)
+        self.counts = [share.stop - share.start for share in self.shares]
+        self.weights = torch.tensor(self.counts, dtype=wide, device=device).view(-1, 1, 1, 1) / frames
 
     def _whole(self, prediction: Tensor) -> Tensor:
         """Shares (B, f, 4, H, W), of different lengths, -> (B, F, 4, H, W)."""
@@ -125,58 +134,62 @@ class Frames:
 
     def resnet(self, block: Any, name: str, input_tensor: Tensor, temb: Tensor) -> Tensor:
         """(B, C, f, H, W) and the time's embedding (B, f, D) -> (B, C', f, H, W)."""
-        hidden = input_tensor.clone(memory_format=torch.contiguous_format)
-        hidden = self.convolve(block.norm1, block.conv1, hidden, name)
+        hidden, before, after = self.activate(block.norm1, input_tensor, name)
+        hidden = _convolve(block.conv1, hidden, before, after)
         if block.time_emb_proj is not None:
             hidden += block.time_emb_proj(block.nonlinearity(temb)).transpose(1, 2)[..., None, None]
-        hidden = self.convolve(block.norm2, block.conv2, hidden, name)
+        hidden, before, after = self.activate(block.norm2, hidden, name)
+        hidden = _convolve(block.conv2, hidden, before, after)
         if block.conv_shortcut is not None:
             input_tensor = block.conv_shortcut(input_tensor)
         return input_tensor + hidden
 
-    def convolve(self, norm: nn.GroupNorm, conv: nn.Conv3d, hidden: Tensor, name: str) -> Tensor:
-        """Group norm (in place), SiLU and a (3, 1, 1) convolution over all frames.
-
-        The edges are sent as they are: they travel while the statistics are gathered and the own frames, between
-        zeros, convolved. What the neighbours' edges add comes on top.
-        """
-        arriving = self.group.swap_edges(hidden[:, :, 0].clone(), hidden[:, :, -1].clone(), name)
-        activate = self.normalisation(norm, hidden, name)
-        result = conv(activate(hidden))
-        before, after = arriving()
-        if before is not None:
-            result[:, :, 0] += _pointwise(conv.weight[:, :, 0], activate(before))
-        if after is not None:
-            result[:, :, -1] += _pointwise(conv.weight[:, :, 2], activate(after))
-        return result
-
-    def normalisation(self, norm: nn.GroupNorm, hidden: Tensor, name: str) -> Callable[[Tensor], Tensor]:
-        """Group norm over all frames and SiLU, in place, as a function for own frames and for others' edges.
-
-        Each rank gives the mean and the sum of squares about it, M2; combined as in Chan, Golub and LeVeque, 1979.
-        Sums of what was centred beforehand: no large numbers cancel.
-        """
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        values = hidden.view(hidden.shape[0], norm.num_groups, -1)
-        count, centre = values.shape[-1], values.mean(-1, keepdim=True)
-        centred = values - centre
-        rest = centred.sum(-1, keepdim=True, dtype=wide) / count
-        squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True, dtype=wide).square() - count * rest.square()
-        del centred
-        means, m2 = self.group.all_gather(torch.stack([centre + rest, squares]), name, "statistics").unbind(1)
+    def activate(self, norm: nn.GroupNorm, hidden: Tensor, name: str) -> tuple[Tensor, Edge, Edge]:
+        """Group norm over all frames, then SiLU: of the own frames (B, C, f, H, W), and of the neighbours' edges
+        (B, C, H, W), where there are neighbours."""
+        own = _statistics(norm, hidden, self.weights.dtype)
+        gathered, *edges = self.group.all_gather_with_edges(own, hidden[:, :, 0], hidden[:, :, -1], name)
+        means, m2 = gathered.unbind(1)
         mean = (self.weights * means).sum(0)
-        total = count // self.counts[self.group.rank] * sum(self.counts)
-        variance = m2.sum(0) / total + (self.weights * (means - mean).square()).sum(0)
-        scale = torch.rsqrt(variance + norm.eps) * norm.weight.view(norm.num_groups, -1)
-        shift = norm.bias.view(norm.num_groups, -1) - mean * scale
-        scale, shift = (one.view(len(hidden), -1, 1).to(hidden.dtype) for one in (scale, shift))
+        count = hidden[0].numel() // norm.num_groups // self.counts[self.group.rank] * sum(self.counts)
+        variance = m2.sum(0) / count + (self.weights * (means - mean).square()).sum(0)
+        before, after = (edge if edge is None else _normalise(norm, edge, mean, variance) for edge in edges)
+        return _normalise(norm, hidden, mean, variance), before, after
 
-        def activate(frames: Tensor) -> Tensor:
-            flat = frames.view(*scale.shape[:2], -1)
-            flat.mul_(scale).add_(shift)
-            return F.silu(frames, inplace=True)
 
-        return activate
+def _statistics(norm: nn.GroupNorm, hidden: Tensor, wide: torch.dtype) -> Tensor:
+    """(B, C, …) -> (2, B, groups, 1): the mean, and the sum of squares about it (M2), combined later as in Chan, Golub
+    and LeVeque, 1979. Sums of what was centred beforehand: no large numbers cancel."""
+    values = hidden.unflatten(1, (norm.num_groups, -1))
+    rest_of = tuple(range(2, values.ndim))
+    count, centre = values[0, 0].numel(), values.mean(rest_of, keepdim=True)
+    centred = values - centre
+    rest = centred.sum(rest_of, keepdim=True, dtype=wide) / count
+    squares = torch.linalg.vector_norm(centred, dim=rest_of, keepdim=True, dtype=wide).square() - count * rest.square()
+    return torch.stack([centre + rest, squares]).flatten(3)
+
+
+def _normalise(norm: nn.GroupNorm, hidden: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """(B, C, …) -> the same, group norm with statistics (B, groups, 1) that are known, and SiLU.
+
+    A batch norm of B · C channels: its kernels subtract the mean first and round once, at the end. x · scale + shift in
+    half precision rounds around large numbers: 13 × as much where the mean is ten standard deviations.
+    """
+    videos, channels = hidden.shape[:2]
+    mean, variance = (one.repeat_interleave(channels // norm.num_groups, 1).flatten() for one in (mean, variance))
+    scale, shift = (one.to(mean.dtype).repeat(videos) for one in (norm.weight, norm.bias))
+    flat = hidden.reshape(1, videos * channels, -1)
+    return F.silu(F.batch_norm(flat, mean, variance, scale, shift, eps=norm.eps), inplace=True).view(hidden.shape)
+
+
+def _convolve(conv: nn.Conv3d, hidden: Tensor, before: Edge, after: Edge) -> Tensor:
+    """A (3, 1, 1) convolution over all frames: the own ones between zeros, and what the neighbours' edges add."""
+    result = conv(hidden)
+    if before is not None:
+        result[:, :, 0] += _pointwise(conv.weight[:, :, 0], before)
+    if after is not None:
+        result[:, :, -1] += _pointwise(conv.weight[:, :, 2], after)
+    return result
 
 
 def _pointwise(weight: Tensor, frame: Tensor) -> Tensor:

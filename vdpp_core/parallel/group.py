@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from vdpp_core.steps import split
-
-Edges = tuple[Tensor | None, Tensor | None]
 
 
 class Group:
@@ -52,23 +50,36 @@ class Group:
         self._all_to_all(arrived, pieces, coming, sizes)
         return arrived
 
-    def swap_edges(self, first: Tensor, last: Tensor, layer: str) -> Callable[[], Edges]:
-        """Begin to send `first` to the rank before and `last` to the one after, which have the same shapes.
+    def all_gather_with_edges(
+        self, own: Tensor, first: Tensor, last: Tensor, layer: str
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Give `own` to all ranks, and in the same exchange `first` to the rank before, `last` to the one after.
 
-        Returns a function that waits for what these send: (the last of the rank before, the first of the rank after),
-        None at the ends.
+        All ranks have tensors of the same shapes and types.
+
+        Returns:
+            (size, *own.shape) as `all_gather` does; the last of the rank before; the first of the rank after. There is
+            none before the first rank, and none after the last.
         """
-        has_before, has_after = self.rank > 0, self.rank + 1 < self.size
-        self._count(layer, "halo", first.nbytes * has_before + last.nbytes * has_after)
-        before = torch.empty_like(first) if has_before else None
-        after = torch.empty_like(last) if has_after else None
-        wait = self._swap_edges(first, last, before, after)
-
-        def arrived() -> Edges:
-            wait()
-            return before, after
-
-        return arrived
+        edges = {self.rank - 1: first, self.rank + 1: last}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        pieces = [_as_bytes(part) for rank in others for part in (own, *([edges[rank]] if rank in edges else []))]
+        sizes = [0] * self.size
+        for rank in others:
+            sizes[rank] = own.nbytes + (edges[rank].nbytes if rank in edges else 0)
+        self.sent[layer, "statistics"] += own.nbytes * len(others)
+        self._count(layer, "halo", sum(sizes) - own.nbytes * len(others))
+        arrived = pieces[0].new_empty(sum(sizes))
+        self._all_to_all(arrived, torch.cat(pieces), sizes, sizes)
+        gathered = own.new_empty(self.size, *own.shape)
+        gathered[self.rank] = own
+        came: dict[int, Tensor] = {}
+        for rank, piece in zip(range(self.size), arrived.split(sizes), strict=True):
+            if rank != self.rank:
+                gathered[rank] = piece[: own.nbytes].view(own.dtype).view(own.shape)
+            if rank in edges:
+                came[rank] = piece[own.nbytes :].view(first.dtype).view(first.shape)
+        return gathered, came.get(self.rank - 1), came.get(self.rank + 1)
 
     def _count(self, layer: str, kind: str, size: int) -> None:
         self.sent[layer, kind] += size
@@ -78,7 +89,6 @@ class Group:
 
     def _all_to_all(self, arrived: Tensor, pieces: Tensor, coming: Sequence[int], sizes: Sequence[int]) -> None: ...
 
-    def _swap_edges(
-        self, first: Tensor, last: Tensor, before: Tensor | None, after: Tensor | None
-    ) -> Callable[[], None]:
-        return lambda: None
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,112 @@
+"""A UNet split by frames, its ranks as threads: how exact it is, and how often its ranks meet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNetSpatioTemporalConditionModel
+from diffusers.models.resnet import TemporalResnetBlock
+from torch import Tensor, nn
+
+from tests.conftest import one_thread
+from tests.doubles.threads import together
+from vdpp_core import Parallel, RunConfig, costs
+from vdpp_core.config import MODELS
+from vdpp_core.parallel import frames
+from vdpp_core.unets.patches import Patches
+
+Hook = Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]
+RATIO = 10.0  # mean / standard deviation of the activations, as large models have them
+
+
+def inputs(dtype: torch.dtype, num_frames: int = 5) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(num_frames)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return {
+        "sample": noise(2, num_frames, 8, 9, 16),
+        "timestep": torch.tensor(1.3),
+        "encoder_hidden_states": noise(2, 1, 32),
+        "added_time_ids": torch.tensor([[6, 127, 0.02]] * 2, dtype=dtype),
+    }
+
+
+def shifted(unet: nn.Module) -> nn.Module:
+    """The UNet with the activations around its temporal layers moved to a mean of RATIO standard deviations."""
+
+    def hook(shift: float) -> Hook:
+        return lambda _, args: (args[0] + shift, *args[1:])
+
+    for module in unet.modules():
+        if isinstance(module, TemporalResnetBlock):
+            seen: list[float] = []
+            handle = module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].std().item()))
+            unet(**inputs(torch.float64))
+            handle.remove()
+            module.register_forward_pre_hook(hook(RATIO * seen[0]))
+    return unet
+
+
+@pytest.fixture(scope="module")
+def unet() -> Any:
+    load = UNetSpatioTemporalConditionModel.from_pretrained
+    with one_thread(), torch.no_grad():
+        return shifted(nn.Module.to(load(MODELS["tiny"], subfolder="unet").eval(), torch.float64))
+
+
+def split_over(ranks: int, unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    """The prediction of so many ranks, the same on all of them."""
+
+    def work(group: Any) -> Tensor:
+        own = copy.deepcopy(unet)
+        frames.split(own, group, Patches())
+        return own(**given).sample
+
+    first, *others = together(ranks, work)
+    assert all(torch.equal(first, other) for other in others)
+    return first
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_half_precision_is_as_exact_as_on_one_rank(ranks: int, dtype: torch.dtype, unet: Any) -> None:
+    given = inputs(dtype)
+    with one_thread(), torch.no_grad():
+        half = nn.Module.to(copy.deepcopy(unet), dtype)
+        exactly = nn.Module.to(copy.deepcopy(half), torch.float64)  # the rounded parameters
+        truth = exactly(**{name: value.double() for name, value in given.items()}).sample
+        alone, split = half(**given).sample, split_over(ranks, half, given)
+    native, ours = ((prediction.double() - truth).norm() / truth.norm() for prediction in (alone, split))
+    assert native > 0
+    assert ours <= 1.5 * native, f"{ours:.3g} with {ranks} ranks, {native:.3g} with one"
+
+
+def test_large_means_do_not_cancel_in_double_precision(unet: Any) -> None:
+    given = inputs(torch.float64)
+    with one_thread(), torch.no_grad():
+        alone, split = unet(**given).sample, split_over(3, unet, given)
+    assert ((split - alone).norm() / alone.norm()).item() < 1e-12
+
+
+def test_another_number_of_frames_type_or_device_is_shared_out_anew(unet: Any) -> None:
+    def work(group: Any) -> list[int]:
+        own = copy.deepcopy(unet)
+        frames.split(own, group, Patches())
+        return [own(**inputs(torch.float64, count)).sample.shape[1] for count in (5, 2, 5)]
+
+    with one_thread():
+        assert together(2, work) == [[5, 2, 5]] * 2
+
+
+@pytest.mark.parametrize(("model", "expected"), [("tiny", 25), ("svd", 77)])
+def test_ranks_meet_once_for_each_convolution(model: str, expected: int) -> None:
+    """Twice in each temporal resnet, twice in each temporal transformer, once at the end."""
+    config = RunConfig(model=model, random_weights=True, device="cpu", parallel=Parallel(frames=2))
+    layers = costs.temporal_layers(model, None)
+    assert costs.cost(config).exchanges == 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1 == expected
