@@ -74,6 +74,29 @@ def split_over(ranks: int, unet: nn.Module, given: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ratio", [0, 3, 10, 30])
+def test_a_group_norm_rounds_as_one_rank_does(ratio: float, dtype: torch.dtype) -> None:
+    """Of activations with a mean of so many standard deviations, against fp64."""
+    torch.manual_seed(ratio)
+    norm = nn.GroupNorm(32, 64).to(dtype)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    hidden = (torch.randn(2, 64, 7, 9, 16) + ratio).to(dtype)
+
+    def work(group: Any) -> Tensor:
+        own = frames.Frames(group, None)
+        own.share_out(7, hidden.device, torch.float32)
+        return own.activate(norm, hidden[:, :, own.shares[group.rank]], "layer")[0]
+
+    with torch.no_grad():
+        alone = nn.functional.silu(norm(hidden))
+        truth = nn.functional.silu(copy.deepcopy(norm).double()(hidden.double()))
+        split = torch.cat(together(3, work), dim=2)
+    native, ours = ((one.double() - truth).norm() / truth.norm() for one in (alone, split))
+    assert ours <= 1.5 * native, f"{ours:.3g} over three ranks, {native:.3g} on one"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_half_precision_is_as_exact_as_on_one_rank(ranks: int, dtype: torch.dtype, unet: Any) -> None:
     given = inputs(dtype)

@@ -72,12 +72,12 @@ class Frames:
             raise ValueError(f"frames {self.group.size}: must be at most num_frames, {frames}")
         wanted = frames, sample.device, torch.promote_types(sample.dtype, torch.float32)
         if self.shared_out != wanted:
-            self._share_out(*wanted)
+            self.share_out(*wanted)
         own = sample[:, self.shares[self.group.rank]]
         prediction = self.compute(own, timestep, encoder_hidden_states, added_time_ids, return_dict=False)[0]
         return as_asked(self._whole(prediction), return_dict)
 
-    def _share_out(self, frames: int, device: torch.device, wide: torch.dtype) -> None:
+    def share_out(self, frames: int, device: torch.device, wide: torch.dtype) -> None:
         """Once for all steps: a GPU would wait for what comes from the host."""
         self.shared_out = frames, device, wide
         self.shares = self.group.shares(frames)
