@@ -36,6 +36,7 @@ LAYERS = [
         "vdpp_core.mesh",
         "vdpp_core.network",
         "vdpp_core.unets",
+        "vdpp_core.unets.attention",
         "vdpp_core.unets.dummy",
         "vdpp_core.unets.patches",
         "vdpp_core.unets.published",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vdpp_core.config import RunConfig
-from vdpp_core.unets import shortcuts, weights
+from vdpp_core.unets import attention, shortcuts, weights
 from vdpp_core.unets.dummy import DummyUNet
 from vdpp_core.unets.published import PUBLISHED_SCHEDULER
 
@@ -51,6 +51,9 @@ def ready(config: RunConfig, unet: Any) -> Any:
         unet.enable_forward_chunking(chunk_size=1, dim=0)
     if config.shortcuts:
         shortcuts.take(unet)
+    batch, _, _, rows, columns = config.shape
+    if config.model != "dummy" and 2 * batch * rows * columns > attention.MOST:
+        attention.take_turns(unet)
     return unet.eval()
 
 
