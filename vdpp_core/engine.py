@@ -218,8 +218,9 @@ class _Rank:
 
     def _make_videos(self) -> None:
         """The second phase: the UNet goes, the latents are shared out, every rank makes its share of the videos."""
-        self.unet = None
-        if self.busy:
+        if self.unet is not None:
+            fsdp.release(self.unet)
+            self.unet = None
             del self.denoiser, self.handoff
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()

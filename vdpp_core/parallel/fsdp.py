@@ -68,6 +68,22 @@ def materialise(unet: Any, config: RunConfig, mesh: DeviceMesh, device: torch.de
     return unet
 
 
+def release(unet: Any) -> None:
+    """Give back the memory of a UNet, whole or sharded, at once. It computes nothing afterwards.
+
+    To drop it is not enough: patched forward passes and FSDP2's hooks refer to it in circles, and its memory would stay
+    until the collector happens to find them.
+    """
+    for module in unet.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for tensor in [*unet.parameters(), *unet.buffers()]:
+        if isinstance(tensor, DTensor):
+            tensor.to_local().untyped_storage().resize_(0)
+        else:
+            tensor.data = tensor.new_empty(0)
+
+
 def _copy_own_rows(parameter: DTensor, rows: Any, mesh: DeviceMesh) -> None:
     """FSDP2 cuts the first dimension into pieces of ⌈rows / ranks⌉; the last ranks may have less, or nothing."""
     own = parameter.to_local()

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def time_limit(group: dist.ProcessGroup | None = None) -> timedelta:
-    """How long an operation of a group may take; of the default group, what `init_process_group` was given."""
+def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
+    """How long an operation of a group may take; of the default group, what `init_process_group` was given. None where
+    the backend has no limit."""
     group = group or dist.group.WORLD
     assert group is not None, "init_process_group comes first"
-    limits = [group._get_backend(device).options._timeout for device in group._device_types]
-    return min(limits)
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return min((each._timeout for each in options if each is not None), default=None)
 
 
 def make_mesh(device_type: str, sizes: Sequence[int], axes: Sequence[str]) -> DeviceMesh:
