@@ -22,11 +22,27 @@ from vdpp_core.runfolder import events_paths
 
 __all__ = ["chromium", "lab"]  # fixtures
 DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CALLS = pytest.StashKey[int]()  # of communicators, that were checked
 
 
 def pytest_collection_finish() -> None:
     """Nothing that was imported by now is garbage: the collector need not look through it at every turn."""
     gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+        session.config.workeroutput["calls"] = session.config.stash.get(CALLS, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[CALLS] = node.config.stash.get(CALLS, 0) + getattr(node, "workeroutput", {}).get("calls", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if calls := config.stash.get(CALLS, 0):
+        terminalreporter.write_line(f"{calls} calls of communicators were checked against NCCL's rules")
 
 
 @contextmanager

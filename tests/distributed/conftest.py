@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,8 +14,41 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.conftest import CALLS
+from tests.doubles.checking import check
+
+DOUBLES = Path(__file__).parents[1] / "doubles"
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 Process = subprocess.Popen[bytes]
+
+
+def with_doubles(log: Path, *names: str) -> dict[str, str]:
+    """The environment in which ranks have these doubles (`tests/doubles`), and note what they do in a folder."""
+    paths = [str(DOUBLES / "site"), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "VDPP_DOUBLES": ",".join(names),
+        "VDPP_DOUBLES_LOG": str(log),
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def doubles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """All ranks of this folder's tests have a strict communicator; with VDPP_DOUBLES=strict,late late messages, too."""
+    log, before = tmp_path_factory.mktemp("doubles"), dict(os.environ)
+    os.environ.update(with_doubles(log, *os.environ.get("VDPP_DOUBLES", "strict").split(",")))
+    yield log
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_broken(doubles: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """No rank that was started since the last test broke a rule."""
+    yield
+    verdict = check(doubles)
+    request.config.stash[CALLS] = request.config.stash.get(CALLS, 0) + verdict.calls
+    assert verdict.problems == []
 
 
 @pytest.fixture(scope="session")
