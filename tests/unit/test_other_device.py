@@ -1,0 +1,140 @@
+"""Whole runs with the meta device as the other device: what stays on the CPU by accident fails, as it would on CUDA.
+
+Of several ranks each runs alone, one after the other, on a fake backend: what comes from others has no values anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vdpp_core import Parallel, RunConfig, engine, machine, mesh, runfolder, unets, videos
+from vdpp_core.config import EXAMPLE_IMAGE
+from vdpp_core.decode import Decoder
+from vdpp_core.denoise import Denoiser
+from vdpp_core.handoff import Handoff
+from vdpp_core.mesh import Ranks
+from vdpp_core.trace import Remembering
+
+META = torch.device("meta")
+BACKEND = "nobody"
+SMALL = {"total_steps": 2, "num_samples": 2, "num_frames": 4, "warmup_samples": 0, "threads": 1, "device": "cpu"}
+
+
+def _nobody(common: Any, options: Any) -> Any:
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend() -> None:
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _nobody, extended_api=True, devices=["cpu", "meta"])
+
+
+@pytest.fixture(autouse=True)
+def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    load_scheduler = unets.load_scheduler
+
+    def schedule(config: RunConfig, device: torch.device) -> Any:
+        """diffusers works out the timesteps with numbers that it reads from the device, which has none here."""
+        scheduler = load_scheduler(config, torch.device("cpu"))
+        scheduler.timesteps = scheduler.timesteps.to(device)
+        return scheduler
+
+    monkeypatch.setattr(unets, "load_scheduler", schedule)
+    monkeypatch.setattr(mesh, "device_of", lambda *_: META)
+    monkeypatch.setattr(machine, "backend", lambda _: BACKEND)
+    monkeypatch.setattr(mesh, "_store", lambda _: FakeStore())
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run(config: RunConfig, folder: Path) -> None:
+    """Each rank of a run, alone."""
+    config = config.replace(output_dir=folder).for_ranks((config.parallel or Parallel()).world_size)
+    number = config.layout.world_size
+    runfolder.create(config)
+    for rank in range(number):
+        with Remembering():
+            engine.execute(folder, Ranks(rank, number, rank, number, under_torchrun=False), guarded=False)
+    kinds = [event["kind"] for event in runfolder.read_events(folder) if event["kind"] in ("done", "sample")]
+    assert kinds.count("done") == number
+    assert kinds.count("sample") == config.num_samples
+
+
+LAYOUTS = [
+    Parallel(),
+    Parallel(pp=2),
+    Parallel(dp=2),
+    Parallel(frames=2),
+    Parallel(cfg=2, frames=2),
+    Parallel(dp=2, pp=2, frames=2),
+]
+
+
+@pytest.mark.parametrize("image", [None, EXAMPLE_IMAGE], ids=["synthetic", "image"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_denoising(layout: Parallel, image: Path | None, tmp_path: Path) -> None:
+    run(RunConfig(image=image, parallel=layout, **SMALL), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"shortcuts": True}, {"enable_memory_opt": True}, {"dtype": "bf16"}, {"random_weights": True}, {"seed": 3}],
+    ids=str,
+)
+def test_denoising_in_other_ways(options: dict[str, Any], tmp_path: Path) -> None:
+    run(RunConfig(**SMALL, **options), tmp_path / "run")
+
+
+@pytest.mark.parametrize("layout", [Parallel(), Parallel(pp=2)], ids=str)
+def test_decoding(layout: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its pixels are brought to the host, which have no values here."""
+    decoded: list[torch.Size] = []
+
+    def make(config: RunConfig, folder: Path, share: dict[int, Tensor], device: Any, dtype: Any, log: Any) -> None:
+        decoder = Decoder(config, device, dtype, lambda: None)
+        for latents in share.values():
+            assert latents.device == META
+            vae = decoder.pipeline.vae
+            pixels = decoder.pipeline.decode_latents(latents.to(vae.dtype), decoder.num_frames, decoder.chunk_size)
+            decoded.append(pixels.shape)
+
+    monkeypatch.setattr(videos, "make", make)
+    monkeypatch.setattr(videos, "make_contact_sheet", lambda *_: None)
+    run(RunConfig(command="generate", parallel=layout, save_latents=False, **SMALL), tmp_path / "run")
+    assert decoded == [(1, 3, 4, 64, 64)] * 2
+
+
+def left_on_the_cpu(name: str) -> tuple[Any, str, Any]:
+    """Something of a run that forgets to move."""
+    init = Denoiser.__init__
+
+    def forgetful(denoiser: Denoiser, *arguments: Any) -> None:
+        init(denoiser, *arguments)
+        denoiser.guidance_scale = torch.ones(1, denoiser.latent_shape[1], 1, 1, 1)
+
+    def noisy(denoiser: Denoiser, generator: torch.Generator) -> Tensor:
+        return torch.randn(denoiser.latent_shape, generator=generator)
+
+    return {
+        "guidance": (Denoiser, "__init__", forgetful),
+        "noise": (Denoiser, "noise", noisy),
+        "hand-off": (Handoff, "connect", lambda handoff: torch.zeros(1, device=handoff.device) + torch.zeros(2)),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["guidance", "noise", "hand-off"])
+def test_what_stays_on_the_cpu_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*left_on_the_cpu(name))
+    with pytest.raises((RuntimeError, ValueError), match=r"device|meta"):
+        run(RunConfig(**SMALL), tmp_path / "run")
