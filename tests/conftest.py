@@ -16,13 +16,13 @@ import torch
 from PIL import Image
 
 from tests.browser.lab import chromium, lab
+from tests.doubles.checking import CALLS
 from vdpp_core.config import EXAMPLE_IMAGE, MODELS, RunConfig
 from vdpp_core.media import read_image
 from vdpp_core.runfolder import events_paths
 
 __all__ = ["chromium", "lab"]  # fixtures
 DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-CALLS = pytest.StashKey[int]()  # of communicators, that were checked
 
 
 def pytest_collection_finish() -> None:
@@ -30,6 +30,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):  # of pytest-xdist
         session.config.workeroutput["calls"] = session.config.stash.get(CALLS, 0)

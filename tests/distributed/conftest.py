@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import CALLS
-from tests.doubles.checking import check
+from tests.doubles.checking import CALLS, check
 
 DOUBLES = Path(__file__).parents[1] / "doubles"
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

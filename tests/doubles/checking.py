@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Note = dict[str, Any]
+CALLS = pytest.StashKey[int]()  # how many operations a session of tests has checked
 
 
 @dataclass(frozen=True)
