@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from launch.foretold import Foreteller
 from tests.doubles.cards import A100, A5000, GIB, T4, Card, faked, from_environment
 from vdpp_core import ConfigError, Parallel, RunConfig, machine, memory
 from vdpp_core.__main__ import main
@@ -156,6 +157,14 @@ def test_a_run_that_only_the_smallest_card_has_no_room_for() -> None:
     with faked(A100, small):
         (line,) = memory.before_start(config, 2)
     assert line.startswith("dp 2: will probably run out of memory")
+
+
+def test_the_panel_counts_what_is_outside_a_limit_on_both_sides() -> None:
+    config = RunConfig(device="cuda", parallel=Parallel(pp=2), memory_limit_gib=2)
+    with faked(A5000, A5000):
+        page = Foreteller().page(config, [])
+        needed, there = memory.needed(config), 2 * GIB + memory.outside(config)
+    assert f"{needed / 1e9:.3g} of {there / 1e9:.3g} GB" in page
 
 
 def test_on_a_mac_it_is_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:

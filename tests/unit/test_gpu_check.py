@@ -180,6 +180,10 @@ def test_what_is_planned_can_be_run_on_those_cards(cards: int, capability: tuple
     assert len(left_out) == (2 if gib < 40 and cards > 1 else 1 if gib < 40 else 0) + (cards == 1)
 
 
+def test_more_cards_than_frames() -> None:
+    assert [config.parallel for config in check.candidates(32)[-2:]] == [Parallel(frames=25), Parallel(cfg=2)]
+
+
 def test_a_plan_of_unequal_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on one card runs on the first of them; all of them are as small as the smallest."""
     monkeypatch.setattr(memory, "needed", lambda _: 16 * GIB)
