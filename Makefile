@@ -30,8 +30,8 @@ benchmark: $(READY) ## step pipeline and splitting one forward pass against the 
 	$(VENV)/python -m tests.benchmarks.latency
 	$(VENV)/python -m tests.benchmarks.planner
 
-gpu-check: $(READY) ## peak memory on the CUDA devices here, measured, predicted and published; peers (minutes)
-	$(VENV)/python -m tests.gpu.check
+gpu-check: $(READY) ## peak memory on the CUDA devices here, measured, predicted, published; peers (minutes); DRY=1: the plan
+	$(VENV)/python -m tests.gpu.check $(if $(DRY),--dry)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

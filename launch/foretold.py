@@ -32,7 +32,7 @@ class Foreteller:
         ranks = config.layout.world_size
         machine.check(config, ranks)
         warnings = memory.before_start(config, ranks)
-        room, there = self.counted.room(config), machine.capacity(config, ranks)
+        room, there = self.counted.room(config), machine.capacity(config, ranks) + memory.outside_a_limit(config)
         batch, _, frames, rows, columns = config.shape
         facts = {
             "layout": f"{config.layout}" + f" on {ranks} ranks" * (ranks > 1),

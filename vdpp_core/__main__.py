@@ -99,7 +99,7 @@ def _new_comparison(arguments: argparse.Namespace, argv: list[str], ranks: Ranks
     wanted, local_ranks = _wanted(arguments, ranks, alone=2)
     repeats = cli.whole_number("repeats", arguments.repeats, 3)
     config = peers_report.configuration(vars(arguments), wanted, local_ranks)
-    machine.check(config, local_ranks)
+    machine.check(config.for_ranks(wanted), local_ranks)
     if not ranks.under_torchrun:
         peers_report.place(config)
         _become_torchrun(wanted, argv)

@@ -77,15 +77,15 @@ class Counted:
         return costs.cost(config)
 
     def room(self, config: RunConfig) -> Room:
-        """Counted for one sample; each further one of a replica adds its image latents."""
+        """Counted for one sample; each further one of a replica adds its image latents, a layout its communicators."""
         one = config.replace(num_samples=1)
         key = memory.alike(one), (config.parallel or Parallel()).shards, config.fsdp_cpu_offload
         if key not in self.rooms:
-            self.rooms[key] = Room(memory.predict(one).total, memory.needed(one))
+            self.rooms[key] = Room(memory.predict(one).total, memory.needed(one) - memory.outside(one))
         batch, channels, _, rows, columns = config.shape
         halves = 2 if config.guidance_scale > 1 else 1
         more = (len(config.samples(0)) - 1) * halves * batch * channels * rows * columns * machine.element_size(config)
-        return Room(self.rooms[key].peak + more, self.rooms[key].needed + more)
+        return Room(self.rooms[key].peak + more, self.rooms[key].needed + more + memory.outside(config))
 
 
 def advise(
@@ -107,6 +107,7 @@ def advise(
 
     Args:
         known: what a rank computes in a second, and the link.
+        capacity_gib: of each GPU; where none is given, what the memory limit of `config` plays, if it has one.
         modes: of the guidance, in the order of preference.
         figures: where costs and peaks come from; counted one by one where none are given.
 
@@ -190,6 +191,7 @@ def check(config: RunConfig, gpus: int, goal: str, capacity_gib: float | None) -
     if goal == "cadence" and config.num_samples <= gpus:
         allowed = f"is about the time between videos: more of them than GPUs, num_samples above {gpus}"
         raise ConfigError("goal", goal, allowed)
+    capacity_gib = memory.device_gib(config, capacity_gib)
     if capacity_gib is None:
         return
     memory.check_capacity(capacity_gib)
@@ -216,6 +218,7 @@ def _row(
     except ConfigError as error:
         return row | {"reason": str(error)}
     guided = config.guidance_scale > 1 and layout.cfg == 1
+    capacity_gib = memory.device_gib(whole, capacity_gib)
     for mode in modes if guided else modes[:1]:
         candidate = whole.replace(guidance_mode=mode)
         room = figures.room(candidate)

@@ -20,7 +20,6 @@ from vdpp_core.config import RunConfig
 from vdpp_core.costs import Cost
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
-from vdpp_core.limits import GIB
 from vdpp_core.metrics import Array
 
 COUNTED = (  # frames, rows, columns, ranks
@@ -62,14 +61,14 @@ class Estimated:
         self.rooms = {(split, shards): self._fitted(one, split, shards) for split in TRACED for shards in (1, SHARDED)}
 
     def _fitted(self, one: RunConfig, split: bool, shards: int) -> tuple[Array, Array]:
-        """Coefficients of what is allocated, and of what is needed, beside a rank's parameters."""
+        """Coefficients of what is allocated, and of what the allocator needs for it, beside a rank's parameters."""
         sizes, peaks, rooms = [], [], []
         for mode, *video, ranks in TRACED[split]:
             config = _video(one.replace(guidance_mode=mode), video, ranks)
             found = memory.trace_of(config), shards
             sizes.append(_held(config))
             peaks.append(replay.peak(*found).total - self.parameters / shards)
-            rooms.append(replay.room_needed(*found, False) + memory.CONTEXT_GIB * GIB - self.parameters / shards)
+            rooms.append(replay.room_needed(*found, False) - self.parameters / shards)
         return _fit(sizes, peaks), _fit(sizes, rooms)
 
     def cost(self, config: RunConfig) -> Cost:
@@ -96,7 +95,7 @@ class Estimated:
         layout = config.layout
         own, held = self.parameters / layout.shards, _held(config)
         peak, needed = self.rooms[layout.frames > 1, SHARDED if layout.shards > 1 else 1]
-        return Room(own + float(peak @ held), own + float(needed @ held))
+        return Room(own + float(peak @ held), own + float(needed @ held) + memory.outside(config))
 
 
 def _video(config: RunConfig, video: Sequence[int], ranks: int) -> RunConfig:

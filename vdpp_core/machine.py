@@ -23,6 +23,7 @@ from vdpp_core.media import read_image
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WEIGHTS = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
+AMPERE = (8, 0)  # the first compute capability with arithmetic in bf16
 
 
 def device_type(config: RunConfig) -> str:
@@ -49,6 +50,12 @@ def backend(config: RunConfig) -> str:
     if config.backend == "auto":
         return "nccl" if device_type(config) == "cuda" else "gloo"
     return config.backend
+
+
+def cards(config: RunConfig, local_ranks: int) -> range:
+    """The numbers of the GPUs that so many ranks on this machine use: the one that was named, or one each."""
+    named = config.device.partition(":")[2]
+    return range(int(named), int(named) + 1) if named else range(local_ranks)
 
 
 def cores() -> int:
@@ -146,23 +153,26 @@ def _cpu_name() -> str:
 
 
 def capacity(config: RunConfig, local_ranks: int) -> int:
-    """Bytes that each of so many ranks on this machine may use: its limit, its GPU, or its share of free memory."""
+    """Bytes that each of so many ranks on this machine may use: its limit, the smallest of their GPUs, what Metal
+    recommends as the most, or its share of free memory."""
     if config.memory_limit_gib is not None:
         return int(config.memory_limit_gib * GIB)
     if device_type(config) == "cuda":
-        return torch.cuda.get_device_properties(int(config.device.partition(":")[2] or 0)).total_memory
+        return min(torch.cuda.get_device_properties(card).total_memory for card in cards(config, local_ranks))
+    if device_type(config) == "mps":
+        return torch.mps.recommended_max_memory()
     return psutil.virtual_memory().available // local_ranks
 
 
 def check(config: RunConfig, local_ranks: int) -> None:
-    """Whether this machine can do the run on so many ranks.
+    """Whether this machine can do the run, whose layout is known, with so many of its ranks.
 
     Raises:
         ConfigError: one line that says what cannot be and what can.
     """
     _check_device(config, local_ranks)
     _check_memory_options(config)
-    _check_dtype(config)
+    _check_dtype(config, local_ranks)
     check_model(config)
     if config.image_path is not None:
         read_image(config.image_path, config.image_size)
@@ -174,13 +184,14 @@ def _check_device(config: RunConfig, local_ranks: int) -> None:
         gpus = torch.cuda.device_count()
         if not gpus:
             raise ConfigError("device", config.device, "no CUDA device here: use cpu or auto")
-        index = int(config.device.partition(":")[2] or 0)
-        if index >= gpus:
+        if ":" in config.device and cards(config, local_ranks)[0] >= gpus:
             raise ConfigError("device", config.device, f"must be below cuda:{gpus}, this machine has {gpus}")
         if local_ranks > gpus:
             raise ConfigError("world_size", local_ranks, f"must be at most the GPUs of this machine, {gpus}")
         if local_ranks > 1 and ":" in config.device:
             raise ConfigError("device", config.device, "must be cuda with several ranks: the local rank picks the GPU")
+        if config.backend == "gloo" and config.layout.world_size > 1:
+            raise ConfigError("backend", "gloo", "must be nccl or auto with several ranks on CUDA: gloo is for CPUs")
     if kind == "mps":
         if not torch.backends.mps.is_available():
             raise ConfigError("device", config.device, "no Apple GPU here: use cpu or auto")
@@ -198,11 +209,26 @@ def _check_memory_options(config: RunConfig) -> None:
         raise ConfigError("fsdp_cpu_offload", True, f"needs CUDA: on {kind} the shards are in the host's memory anyway")
 
 
+def _check_dtype(config: RunConfig, local_ranks: int) -> None:
+    kind = device_type(config)
+    if kind == "cuda" and dtype(config) == torch.bfloat16:
+        _check_bf16(config, local_ranks)
+    elif kind == "cpu" and dtype(config) != torch.float32:
+        _try_on_cpu(config)
+
+
+def _check_bf16(config: RunConfig, local_ranks: int) -> None:
+    """PyTorch takes it on older cards, too, and computes it by emulation, where it has a kernel for it at all."""
+    for card in cards(config, local_ranks):
+        capability = torch.cuda.get_device_capability(card)
+        if capability < AMPERE:
+            known = f"{torch.cuda.get_device_name(card)}, compute capability {'.'.join(map(str, capability))}"
+            raise ConfigError("dtype", config.dtype, f"must be fp16 or fp32: cuda:{card} ({known}) only emulates bf16")
+
+
 @torch.no_grad()
-def _check_dtype(config: RunConfig) -> None:
+def _try_on_cpu(config: RunConfig) -> None:
     """Tries the kinds of operation that the UNet is made of; on a CPU some builds lack them in half precision."""
-    if device_type(config) != "cpu" or dtype(config) == torch.float32:
-        return
     try:
         values = torch.ones(1, 4, 2, 4, 4, dtype=dtype(config))
         values = torch.nn.functional.conv3d(values, torch.ones(4, 4, 3, 1, 1, dtype=values.dtype), padding=(1, 0, 0))

@@ -60,7 +60,9 @@ class MemoryMeter:
     """Peak memory of this rank in GB (1e9 bytes), the model included, from `reset` on.
 
     CUDA: the allocator's maximum of allocated and of reserved bytes, and what the device itself says is in use.
-    Elsewhere: the high-water mark of resident memory above what the process held before the model's tensors (the
+    MPS, which counts no maximum: what the driver has given to this process, above the baseline. PyTorch's pools keep
+    what is freed, so that this is the most that was held at once, rounded up to their heaps.
+    On a CPU: the high-water mark of resident memory above what the process held before the model's tensors (the
     baseline). Memory that libraries take when they are first used counts: about 20 MB for oneDNN.
     Where the mark cannot be reset (it needs Linux), it is the process's lifetime maximum.
     """
@@ -70,12 +72,16 @@ class MemoryMeter:
         self.set_baseline()
 
     def set_baseline(self) -> None:
-        """What is resident now belongs to no model."""
-        self.baseline = psutil.Process().memory_info().rss
+        """What is held now belongs to no model."""
+        on_mps = self.device.type == "mps"
+        self.baseline = torch.mps.driver_allocated_memory() if on_mps else psutil.Process().memory_info().rss
 
     def reset(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()  # a buffer that is still in use is not given back
+            torch.mps.empty_cache()
         elif sys.platform == "linux":
             Path("/proc/self/clear_refs").write_text("5")
 
@@ -87,6 +93,9 @@ class MemoryMeter:
                 "reserved_gb": torch.cuda.max_memory_reserved(self.device) / 1e9,
                 "device_used_gb": (total - free) / 1e9,
             }
+        if self.device.type == "mps":
+            given = torch.mps.driver_allocated_memory()
+            return {"allocated_gb": max(0, given - self.baseline) / 1e9, "driver_gb": given / 1e9}
         mark = _resident_high_water()
         return {"allocated_gb": max(0, mark - self.baseline) / 1e9, "resident_gb": mark / 1e9}
 

@@ -16,9 +16,11 @@ from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import Parallel
 from vdpp_core.limits import GIB
+from vdpp_core.parallel import communicators
 from vdpp_core.replay import Peak, peak, play, room_needed
 
-# What a card holds beyond PyTorch's allocator: CUDA's context, the libraries' own memory, and what is not modelled.
+# What a card holds beyond PyTorch's allocator on one rank: CUDA's context, the libraries' own memory, and what is not
+# modelled. NCCL's communicators come on top (vdpp_core/parallel/communicators.py).
 # From the published run out of memory (reference/a5000x7.json, row 4), which this therefore cannot be tested on: of
 # 23.68 GiB 2.75 were free, so 20.93 were in use, where the allocator modelled here holds 20.23 when it comes to that
 # same request of 2.75 GiB. `make gpu-check` measures it on other cards.
@@ -59,14 +61,14 @@ class Fit:
 def fit(config: RunConfig, capacity: float) -> Fit:
     """A rank on a device of so many bytes: its steps, and where videos are made, their decoding.
 
-    A GPU: the caching allocator's decisions one by one, fragmentation included, in what CONTEXT_GIB leaves of it.
+    A GPU: the caching allocator's decisions one by one, fragmentation included, in what `outside` leaves of it.
     A CPU: the peak times CPU_ALLOWANCE, and CPU_CONSTANT.
     """
     if machine.device_type(config) == "cpu":
         return Fit(needed(config) <= capacity)
     try:
         for phase in _phases(config):
-            play(*phase, capacity - CONTEXT_GIB * GIB)
+            play(*phase, capacity - outside(config))
     except FullError as full:
         return Fit(False, full.request)
     return Fit(True)
@@ -76,13 +78,28 @@ def needed(config: RunConfig) -> int:
     """The smallest device in which `fit` finds room, in bytes."""
     if machine.device_type(config) == "cpu":
         return int(max(peak(*phase).total for phase in _phases(config)) * CPU_ALLOWANCE + CPU_CONSTANT)
-    return max(room_needed(*phase) for phase in _phases(config)) + int(CONTEXT_GIB * GIB)
+    return max(room_needed(*phase) for phase in _phases(config)) + outside(config)
+
+
+def outside(config: RunConfig) -> int:
+    """Bytes of a GPU that the rank with most communicators takes outside PyTorch's allocator; 0 on a CPU."""
+    if machine.device_type(config) == "cpu":
+        return 0
+    gib_each, _ = communicators.gib_each()
+    return int((CONTEXT_GIB + communicators.most(config) * gib_each) * GIB)
 
 
 def outside_a_limit(config: RunConfig) -> int:
-    """Bytes by which the device that a run's memory limit plays is larger than it: CUDA's context is not in it."""
+    """Bytes by which the device that a run's memory limit plays is larger than it: on CUDA it is the allocator's."""
     limited = config.memory_limit_gib is not None
-    return int(CONTEXT_GIB * GIB) if limited and machine.device_type(config) == "cuda" else 0
+    return outside(config) if limited and machine.device_type(config) == "cuda" else 0
+
+
+def device_gib(config: RunConfig, capacity_gib: float | None) -> float | None:
+    """Of a rank's device in GiB, if it was said: by itself, or as the limit that the run would be given."""
+    if capacity_gib is None and config.memory_limit_gib is not None:
+        return config.memory_limit_gib + outside_a_limit(config) / GIB
+    return capacity_gib
 
 
 def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
@@ -95,12 +112,17 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
         check_capacity(capacity_gib)
     machine.check_model(config)
     expected, decoding = predict(config), predict_decoding(config)
+    opened, (gib_each, known) = communicators.most(config), communicators.gib_each()
     facts: dict[str, Any] = {
         **expected.in_gb(),
         "peak_layer": expected.layer,
         "largest_unit": expected.largest_unit.name,
         "largest_unit_gb": expected.largest_unit.shard(1) / 1e9,
         "decoding_peak_gb": decoding and decoding.total / 1e9,
+        "communicators": opened,
+        "communicators_gb": opened * gib_each * GIB / 1e9,
+        "communicator_gib": gib_each,
+        "communicator_source": known,
     }
     if capacity_gib is None:
         return facts
@@ -136,7 +158,7 @@ def _chunk_that_fits(config: RunConfig, capacity: float) -> int | None:
 def _allowed_for_decoding(config: RunConfig, capacity: float) -> float:
     if machine.device_type(config) == "cpu":
         return (capacity - CPU_CONSTANT) / CPU_ALLOWANCE
-    return capacity - CONTEXT_GIB * GIB
+    return capacity - outside(config)
 
 
 def remedies(config: RunConfig, capacity: float) -> list[str]:
@@ -267,15 +289,15 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     if layout.fsdp and layout.shards == 1:
         found.append("fsdp with one rank a stage saves nothing: it has nobody to share the parameters with")
     capacity, limited = machine.capacity(config, local_ranks), config.memory_limit_gib is not None
-    if not limited and _at_most(config) < capacity:
+    if not limited and _at_most(config) + outside(config) < capacity:
         return found
     if limited and (parameters := predict(config).parameters) > capacity:
         allowed = f"must be above what the parameters take on a rank, {parameters / GIB:.3f} GiB"
         raise ConfigError("memory_limit_gib", config.memory_limit_gib, allowed)
-    outside = outside_a_limit(config)
-    if not fit(config, capacity + outside).fits:
+    beside = outside_a_limit(config)
+    if not fit(config, capacity + beside).fits:
         found.append(
-            f"{layout}: will probably run out of memory, {(needed(config) - outside) / GIB:.2f} GiB needed on a rank, "
+            f"{layout}: will probably run out of memory, {(needed(config) - beside) / GIB:.2f} GiB needed on a rank, "
             f"{capacity / GIB:.2f} GiB there; `python -m vdpp_core memory` with the same flags tells the parts"
         )
     return found

@@ -45,7 +45,7 @@ def peaks(rows: pd.DataFrame, title: str, small_print: str, measured: str = "pub
             color="white",
             edgecolor="#777777",
             linestyle="--",
-            label="context, fragmentation (allowed for)",
+            label="context, communicators, fragmentation (allowed for)",
         )
     _points(panel, rows, measured)
     for position, capacity in enumerate(rows.get("capacity_gb", [])):

@@ -14,7 +14,6 @@ from vdpp_core import advice, checks, cli, machine, memory, rates, runfolder, sc
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import AXES
-from vdpp_core.limits import GIB
 from vdpp_core.rates import Link, Rates
 from vdpp_core.replay import PARTS
 
@@ -92,7 +91,7 @@ def config_of(arguments: argparse.Namespace, ranks: int, device: str = "cuda") -
 def show_memory(arguments: argparse.Namespace) -> None:
     config = config_of(arguments, cli.whole_number("world_size", arguments.world_size, 1))
     cli.quiet()
-    facts = memory.report(config, _capacity(arguments, config))
+    facts = memory.report(config, memory.device_gib(config, arguments.capacity_gib))
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return
@@ -101,19 +100,15 @@ def show_memory(arguments: argparse.Namespace) -> None:
     for part in PARTS:
         print(f"  {part:14} {facts[f'{part}_gb']:9.3f} GB")
     print(f"  {'peak':14} {facts['peak_gb']:9.3f} GB a rank, in {facts['peak_layer']}")
+    if number := facts["communicators"]:
+        each = f"{facts['communicator_gib']:.3g} GiB each, {facts['communicator_source']}"
+        print(f"  {'communicators':14} {facts['communicators_gb']:9.3f} GB beside it: {number} of NCCL's, {each}")
     if config.layout.shards > 1:
         print(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
     if facts["decoding_peak_gb"]:
         print(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {facts['decoding_peak_gb']:.3f} GB")
     if "fits" in facts:
         _print_verdict(facts, config.decode_chunk_size)
-
-
-def _capacity(arguments: argparse.Namespace, config: RunConfig) -> float | None:
-    """Of each device in GiB, if it was said: by itself, or as the limit that a run would be given."""
-    if arguments.capacity_gib is None and config.memory_limit_gib is not None:
-        return config.memory_limit_gib + memory.outside_a_limit(config) / GIB
-    return arguments.capacity_gib
 
 
 def _what(config: RunConfig) -> str:
@@ -153,12 +148,11 @@ def show_plan(arguments: argparse.Namespace) -> None:
     if folder is None and arguments.tflops is None and machine.device_type(config) != "cuda":
         allowed = "needs --calibrate RUN or --tflops: what is published was measured on GPUs"
         raise ConfigError("device", config.device, allowed)
-    capacity = _capacity(arguments, config)
     arrivals = _arrivals(config, arguments.every_s, arguments.poisson)
     cli.quiet()
-    advice.check(config, gpus, arguments.goal, capacity)
+    advice.check(config, gpus, arguments.goal, arguments.capacity_gib)
     known = _rates(arguments, config, folder)
-    table = advice.advise(config, gpus, arguments.goal, known, capacity, modes, arrivals=arrivals)
+    table = advice.advise(config, gpus, arguments.goal, known, arguments.capacity_gib, modes, arrivals=arrivals)
     if arguments.json:
         layouts = json.loads(table.to_json(orient="records", force_ascii=False))
         print(json.dumps({**table.attrs, "layouts": layouts}, indent=2, ensure_ascii=False))

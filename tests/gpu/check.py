@@ -2,13 +2,16 @@
 
 The full-size UNet with random weights, two steps of one sample a run, since peak memory and seconds of a step are all
 that is wanted. A run that ends for lack of memory is a result; one that ends otherwise makes this command end with 1.
-On several devices the second half is `python -m vdpp_core peers`. Nothing else should be using the devices.
+On several devices the second half is `python -m vdpp_core peers`. Nothing else should be using the devices. `--dry`
+prints what would be run here, and runs nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -17,21 +20,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
 import launch
+from tests.doubles import cards as doubles
 from vdpp_core import Parallel, RunConfig, machine, memory, runfolder, tables
 from vdpp_core.limits import GIB
+from vdpp_core.parallel import communicators
 from vdpp_core.runfolder import Event
 
 Row = dict[str, Any]
 
 COMMAND = "python -m tests.gpu.check"
-FOLDER = Path(__file__).resolve().parents[2] / "figures" / "hardware"
-# bf16: with random weights fp16 may overflow, and latents are compared
+# fp16, which every card has, also for the peers: with random weights no activation exceeds 10, no latent 5,000
+DTYPE = "fp16"
+PEERS_STEPS = 8  # and so the most ranks that they are compared on
 PEERS = [
-    *("--model", "svd", "--random-weights", "--device", "cuda", "--dtype", "bf16", "--total-steps", "8"),
+    *("--model", "svd", "--random-weights", "--device", "cuda", "--dtype", DTYPE, "--total-steps", str(PEERS_STEPS)),
     *("--latent-shape", "1", "4", "14", "72", "128"),
 ]
 PUBLISHED_STEPS = 28
@@ -44,7 +51,7 @@ BASE = RunConfig(
     command="benchmark",
     model="svd",
     random_weights=True,
-    dtype="fp16",
+    dtype=DTYPE,
     device="cuda",
     total_steps=2,
     num_samples=1,
@@ -68,19 +75,35 @@ def candidates(cards: int) -> list[RunConfig]:
             for row in sorted(FSDP, key=lambda row: row["id"])
         ]
         found += [*sharded, sharded[-1].replace(memory_limit_gib=LIMIT_GIB)]
-        found += [too_large.replace(parallel=layout) for layout in (Parallel(frames=cards), Parallel(cfg=2))]
+        frames = Parallel(frames=min(cards, too_large.shape[2]))
+        found += [too_large.replace(parallel=layout) for layout in (frames, Parallel(cfg=2))]
     return found
 
 
-def configurations(cards: int, capacity: float) -> list[RunConfig]:
-    """What is measured on so many cards of so many bytes: batched guidance only where it should find room."""
-    return [config for config in candidates(cards) if config.sequential or memory.needed(config) < capacity]
+def plan(cards: int) -> tuple[list[RunConfig], list[str]]:
+    """What is measured on so many cards here, and in words what is left out: batched guidance that finds no room."""
+    configs, left_out = [], []
+    for config in candidates(cards):
+        needed, there = memory.needed(config), whole(config)
+        if config.sequential or needed < there:
+            configs.append(config)
+        else:
+            left_out.append(f"{_what(named(config))}: {needed / GIB:.1f} GiB needed, {there / GIB:.1f} GiB there")
+    if cards == 1:
+        left_out.append("the peers side by side: they need two cards")
+    return configs, left_out
 
 
-def expectation(config: RunConfig, capacity: float) -> memory.Fit:
-    """Whether a run should find room. On CUDA a limit is that of PyTorch's allocator: the context comes on top."""
+def whole(config: RunConfig) -> int:
+    """Bytes of the smallest device of a run's ranks, without the limit that it plays."""
+    return machine.capacity(config.replace(memory_limit_gib=None), (config.parallel or Parallel()).world_size)
+
+
+def expectation(config: RunConfig) -> memory.Fit:
+    """Whether a run should find room: in its device, and in its limit. On CUDA what is outside comes on top of that."""
+    capacity: float = whole(config)
     if config.memory_limit_gib is not None:
-        capacity = config.memory_limit_gib * GIB + memory.outside_a_limit(config)
+        capacity = min(capacity, config.memory_limit_gib * GIB + memory.outside_a_limit(config))
     return memory.fit(config, capacity)
 
 
@@ -91,6 +114,16 @@ def published(config: RunConfig) -> Row | None:
         return None
     rows = FSDP if layout.shards > 1 else ONE_RANK if layout.world_size == 1 else []
     return next((row for row in rows if _latents(row) == config.shape), None)
+
+
+def named(config: RunConfig) -> Row:
+    """The columns that tell one run from another."""
+    return {
+        "shape": _shape(config),
+        "layout": str(config.parallel or Parallel()),
+        "guidance": ("sequential" if config.sequential else "batched") + ", chunked" * config.chunked,
+        "limit_gib": config.memory_limit_gib,
+    }
 
 
 def row(config: RunConfig, result: dict[str, Any], events: Sequence[Event], expected: memory.Fit | None = None) -> Row:
@@ -108,10 +141,7 @@ def row(config: RunConfig, result: dict[str, Any], events: Sequence[Event], expe
     known_s, known_gib = known.get("first_sample_time_s"), known.get("requested_gib")
     return {
         "run_id": result["run_id"],
-        "shape": _shape(config),
-        "layout": str(config.parallel or Parallel()),
-        "guidance": ("sequential" if config.sequential else "batched") + ", chunked" * config.chunked,
-        "limit_gib": config.memory_limit_gib,
+        **named(config),
         "expected": expected and ("ok" if expected.fits else "oom"),
         "outcome": result["outcome"],
         "cause": (result.get("failure") or {}).get("cause"),
@@ -119,6 +149,7 @@ def row(config: RunConfig, result: dict[str, Any], events: Sequence[Event], expe
         "peak_gb": measured,
         "ratio": measured and measured / predicted,
         "reserved_gb": max((fact["reserved_gb"] for fact in facts if "reserved_gb" in fact), default=None),
+        "communicators": communicators.most(config),
         "context_gib": max(contexts) * 1e9 / GIB if contexts else None,
         "step_s": median(steps) if steps else None,
         "published_outcome": known.get("outcome"),
@@ -138,8 +169,7 @@ def measure(sweep: launch.Sweep) -> list[Row]:
     try:
         for job in sweep.jobs:
             config = RunConfig.read(job.folder)
-            whole = machine.capacity(config.replace(memory_limit_gib=None), config.layout.world_size)
-            expected = expectation(config, whole)  # meanwhile the run is under way
+            expected = expectation(config)  # meanwhile the run is under way
             rows.append(row(config, job.wait(), runfolder.read_events(job.folder), expected))
             print(f"{len(rows)}/{len(sweep.runs)} {time.monotonic() - began:4.0f} s  {_line(rows[-1])}", flush=True)
         sweep.wait()
@@ -155,11 +185,27 @@ def table(rows: Sequence[Row]) -> str:
     return frame.to_string(index=False, na_rep="–", float_format="{:.4g}".format)
 
 
+def communicator_gib(rows: Sequence[Row]) -> float | None:
+    """GiB that one more communicator adds to what is in use beside the allocator, by least squares over the runs that
+    ended well; None where these do not tell: all with as many, or no more in use where there are more."""
+    told = [row for row in rows if row["outcome"] == "ok" and row["context_gib"] is not None]
+    numbers = [row["communicators"] for row in told]
+    if len(set(numbers)) < 2:
+        return None
+    slope = float(np.polyfit(numbers, [row["context_gib"] for row in told], 1)[0])
+    return slope if slope > 0 else None
+
+
+def peers_arguments(cards: int) -> list[str]:
+    """What comes after `python` to compare the peers on so many cards."""
+    return ["-m", "vdpp_core", "peers", "--json", "--world-size", str(min(cards, PEERS_STEPS)), *PEERS]
+
+
 def peers(cards: int) -> Row | None:
     """What `python -m vdpp_core peers` tells of so many cards; None where there is one alone, or it failed."""
     if cards < 2:
         return None
-    command = [sys.executable, "-m", "vdpp_core", "peers", "--json", "--world-size", str(cards), *PEERS]
+    command = [sys.executable, *peers_arguments(cards)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     return json.loads(done.stdout) if done.returncode == 0 else None
 
@@ -185,6 +231,8 @@ def write(
         "versions": machine.versions(),
         "hardware": hardware,
         "assumed_context_gib": memory.CONTEXT_GIB,
+        "assumed_communicator_gib": communicators.gib_each()[0],
+        "communicator_gib": communicator_gib(rows),
         "used_before_gib": used,
         "left_out": list(left_out),
         "rows": list(rows),
@@ -212,7 +260,7 @@ def used_gib() -> float | None:
 def check(
     configs: Sequence[RunConfig],
     left_out: Sequence[str] = (),
-    folder: Path = FOLDER,
+    folder: Path = communicators.MEASURED,
     root: Path | None = None,
     cards: int = 1,
 ) -> int:
@@ -230,6 +278,10 @@ def check(
         print(f"left out: {words}")
     before = "unknown" if used is None else f"{used:.2f} GiB"
     print(f"context: {memory.CONTEXT_GIB} GiB assumed; in use on the first card before the runs: {before}")
+    each, source = communicators.gib_each()
+    slope = communicator_gib(rows)
+    found = "these runs do not tell" if slope is None else f"measured now: {slope:.3f} GiB, which predictions take"
+    print(f"a communicator of NCCL: {each:.3g} GiB {source}; {found}")
     print(f"{seconds:.0f} s; written to {write(folder, rows, left_out, seconds, used, compared)}")
     bad = [one for one in rows if one["outcome"] not in ("ok", "oom")]
     for one in bad:
@@ -247,17 +299,50 @@ def _shape(config: RunConfig) -> str:
     return " × ".join(map(str, config.shape[2:]))
 
 
-def _line(one: Row) -> str:
+def _what(one: Row) -> str:
     limit = f", limit {one['limit_gib']:g} GiB" if one["limit_gib"] else ""
+    return f"{one['shape']}, {one['layout']}, {one['guidance']}{limit}"
+
+
+def _line(one: Row) -> str:
     peak = f", peak {one['peak_gb']:.3f} GB ({one['predicted_peak_gb']:.3f} predicted)" if one["peak_gb"] else ""
     step = f", {one['step_s']:.3f} s a step" if one["step_s"] else ""
     request = f", asked for {one['request_gib']:.2f} GiB" if one["request_gib"] else ""
     surprise = "" if one["outcome"] == one["expected"] else f", {one['expected']} expected"
-    what = f"{one['shape']}, {one['layout']}, {one['guidance']}{limit}"
-    return f"{what}: {one['outcome']}{surprise}{peak}{request}{step}"
+    return f"{_what(one)}: {one['outcome']}{surprise}{peak}{request}{step}"
 
 
-def main() -> int:
+def show(cards: int) -> None:
+    """What `check` would do on so many cards here."""
+    configs, left_out = plan(cards)
+    least = min(torch.cuda.get_device_capability(card) for card in range(cards))
+    there = machine.capacity(BASE, cards) / GIB
+    card = f"{machine.hardware_name(machine.hardware())}, compute capability {'.'.join(map(str, least))}"
+    print(f"{card}, {there:.2f} GiB: {len(configs)} runs in {DTYPE}, nothing is run now")
+    for number, config in enumerate(configs, start=1):
+        expected, peak = expectation(config), memory.predict(config).total / 1e9
+        outcome = "ok" if expected.fits else "oom"
+        print(f"{number:3}  {_what(named(config))}: {outcome} expected, peak {peak:.3f} GB predicted", flush=True)
+    if cards > 1:
+        print(f"peers: python {shlex.join(peers_arguments(cards))}")
+    for words in left_out:
+        print(f"left out: {words}")
+    each, source = communicators.gib_each()
+    print(f"outside PyTorch's allocator: {memory.CONTEXT_GIB} GiB, and {each:.3g} ({source}) a communicator of NCCL")
+    before = next((known for known in communicators.checks() if known["cards"] == cards), None)
+    print(f"time: {before['seconds']:.0f} s on {before['date']}" if before else "time: not known, not checked before")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="print what would be run here, and run nothing")
+    dry, pretended = parser.parse_args(argv).dry, doubles.from_environment()
+    if pretended:
+        if not dry:
+            parser.error(f"{doubles.VARIABLE}: only with --dry (make: DRY=1), nothing can run on cards that are faked")
+        with doubles.faked(*pretended):
+            show(len(pretended))
+        return 0
     cards = torch.cuda.device_count()
     if not cards:
         shapes = ", ".join(dict.fromkeys(map(_shape, candidates(1))))
@@ -266,12 +351,10 @@ def main() -> int:
             "its peak memory beside prediction and publication, written into figures/hardware/"
         )
         return 0
-    capacity = min(torch.cuda.get_device_properties(card).total_memory for card in range(cards))
-    configs = configurations(cards, capacity)
-    absent = [config for config in candidates(cards) if config not in configs]
-    why = (f"{memory.needed(config) / GIB:.1f} GiB needed, {capacity / GIB:.1f} GiB there" for config in absent)
-    left_out = [f"{_shape(config)}, batched: {words}" for config, words in zip(absent, why, strict=True)]
-    left_out += ["the peers side by side: they need two cards"] * (cards == 1)
+    if dry:
+        show(cards)
+        return 0
+    configs, left_out = plan(cards)
     return check(configs, left_out=left_out, cards=cards)
 
 

@@ -11,10 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu import check  # tests/ is on the path: conftest.py lies in it
 
-from vdpp_core import Parallel, RunConfig, memory
+from tests.doubles.cards import A100, A5000, T4, Card, faked
+from tests.gpu import check
+from vdpp_core import Parallel, RunConfig, machine, memory, peers_report
+from vdpp_core.__main__ import _parser
 from vdpp_core.limits import GIB
+from vdpp_core.parallel import communicators
 
 PUBLISHED_SHAPES = [(14, 72, 128), (25, 72, 128), (25, 96, 160), (25, 160, 288)]
 LARGEST = check.BASE.replace(latent_shape=(1, 4, 25, 160, 288))
@@ -39,9 +42,14 @@ def of(configs: list[RunConfig], **values: Any) -> list[RunConfig]:
     return [config for config in configs if all(getattr(config, name) == value for name, value in values.items())]
 
 
+def planned(cards: int, card: Card) -> list[RunConfig]:
+    with faked(*[card] * cards):
+        return check.plan(cards)[0]
+
+
 @pytest.mark.usefixtures("ten_gib_each")
 def test_one_card_with_room_for_everything() -> None:
-    configs = check.configurations(1, 80 * GIB)
+    configs = planned(1, A100)
     assert configs == check.candidates(1)
     for mode in ("sequential", "batched"):
         plain = of(configs, guidance_mode=mode, forward_chunking=False, memory_limit_gib=None)
@@ -58,19 +66,17 @@ def test_one_card_with_room_for_everything() -> None:
 
 @pytest.mark.usefixtures("ten_gib_each")
 def test_batched_guidance_only_where_there_should_be_room() -> None:
-    all_of_them = check.candidates(1)
-    dropped = [config for config in all_of_them if config not in check.configurations(1, 24 * GIB)]
+    all_of_them, small = check.candidates(1), planned(1, Card((8, 6), 8))
+    dropped = [config for config in all_of_them if config not in planned(1, A5000)]
     assert dropped == [LARGEST.replace(guidance_mode="batched")]
-    assert all(config.sequential for config in check.configurations(1, 8 * GIB))
-    assert of(check.configurations(1, 8 * GIB), guidance_mode="sequential") == of(
-        all_of_them, guidance_mode="sequential"
-    )
+    assert all(config.sequential for config in small)
+    assert of(small, guidance_mode="sequential") == of(all_of_them, guidance_mode="sequential")
 
 
 @pytest.mark.usefixtures("ten_gib_each")
-@pytest.mark.parametrize("cards", [2, 7, 16])
+@pytest.mark.parametrize("cards", [2, 7, 8, 16])
 def test_several_cards_add_fsdp_frames_and_guidance(cards: int) -> None:
-    alone, configs = check.configurations(1, 80 * GIB), check.configurations(cards, 80 * GIB)
+    alone, configs = planned(1, A100), planned(cards, A100)
     assert configs[: len(alone)] == alone
     added = configs[len(alone) :]
     assert [(config.shape[2:], config.memory_limit_gib) for config in added] == [
@@ -140,12 +146,78 @@ def test_only_what_was_run_like_the_published_runs_is_compared_with_them() -> No
     assert check.published(LARGEST.replace(latent_shape=(1, 4, 14, 40, 72))) is None
 
 
-def test_the_context_is_not_in_a_limit_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_that_a_run_is_expected_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a limit is the allocator's: context and communicators come on top, up to what the card has."""
     asked: list[float] = []
     monkeypatch.setattr(memory, "fit", lambda _, capacity: asked.append(capacity / GIB))
-    for config in (SMALLEST, SMALLEST.replace(memory_limit_gib=20), TINY.replace(memory_limit_gib=20)):
-        check.expectation(config, 80 * GIB)
-    assert asked == pytest.approx([80, 20 + memory.CONTEXT_GIB, 20])
+    limited, sharded = SMALLEST.replace(memory_limit_gib=20), {"parallel": Parallel(dp=2, fsdp=True)}
+    with faked(A5000, A5000):
+        for config in (SMALLEST, limited, limited.replace(**sharded)):
+            check.expectation(config)
+    with faked(T4):
+        check.expectation(limited)
+    check.expectation(TINY.replace(memory_limit_gib=0.02))
+    more = memory.CONTEXT_GIB
+    assert asked == pytest.approx([23.68, 20 + more, 20 + more + 2 * communicators.ASSUMED_GIB, 14.56, 0.02])
+
+
+@pytest.mark.usefixtures("ten_gib_each")
+@pytest.mark.parametrize("gib", [16, 24, 80])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 6)], ids=["Turing", "Ampere"])
+@pytest.mark.parametrize("cards", [1, 2, 7, 8, 16])
+def test_what_is_planned_can_be_run_on_those_cards(cards: int, capability: tuple[int, int], gib: float) -> None:
+    with faked(*[Card(capability, gib)] * cards):
+        configs, left_out = check.plan(cards)
+        for config in configs:
+            ranks = (config.parallel or Parallel()).world_size
+            machine.check(config.for_ranks(ranks), ranks)
+        asked = _parser().parse_args(check.peers_arguments(cards)[2:])
+        ranks = int(asked.world_size)
+        compared = peers_report.configuration(vars(asked), max(ranks, 2), max(ranks, 2))
+        if cards > 1:
+            machine.check(compared.for_ranks(ranks), ranks)
+    assert len(configs) + len(left_out) == len(check.candidates(cards)) + (cards == 1)
+    assert len(left_out) == (2 if gib < 40 and cards > 1 else 1 if gib < 40 else 0) + (cards == 1)
+
+
+def test_more_cards_than_frames() -> None:
+    assert [config.parallel for config in check.candidates(32)[-2:]] == [Parallel(frames=25), Parallel(cfg=2)]
+
+
+def test_a_plan_of_unequal_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on one card runs on the first of them; all of them are as small as the smallest."""
+    monkeypatch.setattr(memory, "needed", lambda _: 16 * GIB)
+    with faked(A5000, T4):
+        configs, left_out = check.plan(2)
+    assert SMALLEST.replace(guidance_mode="batched") in configs
+    assert left_out == ["25 × 160 × 288, cfg 2, batched: 16.0 GiB needed, 14.6 GiB there"]
+
+
+def test_what_a_communicator_takes_is_a_slope() -> None:
+    def row(communicators: int, context_gib: float | None, outcome: str = "ok") -> dict[str, Any]:
+        return {"communicators": communicators, "context_gib": context_gib, "outcome": outcome}
+
+    rows = [row(0, 0.5), row(0, 0.6), row(2, 0.85), row(3, 1.0), row(3, None), row(4, 9.0, "oom")]
+    assert check.communicator_gib(rows) == pytest.approx(0.15)
+    for untold in ([], rows[:2], [row(0, 0.8), row(2, 0.7)]):
+        assert check.communicator_gib(untold) is None
+
+
+def test_what_was_measured_is_predicted_with_on_the_same_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicators, "MEASURED", tmp_path)
+    ended = [{"communicators": number, "context_gib": 0.5 + 0.3 * number, "outcome": "ok"} for number in (0, 2)]
+    seven = SMALLEST.replace(parallel=Parallel(dp=7, fsdp=True))
+    with faked(*[A5000] * 7):
+        assumed = memory.outside(seven)
+        path = check.write(tmp_path, ended, [], 60.0, None)
+        assert json.loads(path.read_text())["communicator_gib"] == pytest.approx(0.3)
+        assert memory.outside(seven) - assumed == pytest.approx(2 * (0.3 - communicators.ASSUMED_GIB) * GIB, abs=2)
+        alone = json.loads(path.read_text()) | {"date": "9999-12-31", "communicator_gib": None}
+        (tmp_path / "later-on-one-card.json").write_text(json.dumps(alone))
+        assert communicators.gib_each()[0] == pytest.approx(0.3)
+    for others in ([T4] * 7, []):
+        with faked(*others):
+            assert communicators.gib_each() == (communicators.ASSUMED_GIB, "assumed")
 
 
 def test_all_of_it_on_a_cpu(
@@ -194,11 +266,47 @@ def test_a_run_that_failed_is_named_and_written_with_the_others(
     assert [row["outcome"] for row in json.loads(path.read_text())["rows"]] == ["failed", "ok"]
 
 
-def test_without_cuda_it_says_so() -> None:
+def make_gpu_check(*variables: str) -> subprocess.CompletedProcess[str]:
+    """`make gpu-check` with the Python of this process, and without installing anything."""
     project = Path(__file__).parents[2]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.gpu.check"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=project, env=hidden)
+    hidden = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"} | {"CUDA_VISIBLE_DEVICES": ""}
+    make = ["make", "--silent", "-o", ".venv/ready", f"VENV={Path(sys.executable).parent}"]
+    command = [*make, "gpu-check", *variables]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=project, env=hidden)
+
+
+def test_dry_it_prints_its_plan_and_runs_nothing() -> None:
+    ended = make_gpu_check("DRY=1", "FAKE_CARDS=7,8.6,23.68")
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "7 × NVIDIA RTX A5000, compute capability 8.6, 23.68 GiB: 13 runs in fp16, nothing is run now"
+    assert lines[7] == "  7  25 × 160 × 288, 1 rank, sequential: oom expected, peak 23.030 GB predicted"
+    assert lines[11] == " 11  25 × 160 × 288, dp 7 × fsdp, sequential: ok expected, peak 20.465 GB predicted"
+    assert lines[14].startswith("peers: python -m vdpp_core peers --json --world-size 7 --model svd")
+    assert lines[15].startswith("left out: 25 × 160 × 288, 1 rank, batched: 45.0 GiB needed, 23.7 GiB there")
+    assert lines[-1] == "time: not known, not checked before"
+
+
+def test_dry_it_tells_how_long_it_took_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(communicators, "MEASURED", tmp_path)
+    monkeypatch.setattr(check, "plan", lambda _: ([], []))
+    with faked(A5000, A5000):
+        check.write(tmp_path, [], [], 312.4, None)
+        check.main(["--dry"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("time: 312 s on 20")
+
+
+def test_nothing_runs_on_faked_cards() -> None:
+    ended = make_gpu_check("FAKE_CARDS=2,8.6,24")
+    assert ended.returncode == 2
+    assert "FAKE_CARDS: only with --dry (make: DRY=1)" in ended.stderr
+
+
+@pytest.mark.parametrize("variables", [[], ["DRY=1"]], ids=["", "dry"])
+def test_without_cuda_it_says_so(variables: list[str]) -> None:
+    ended = make_gpu_check(*variables)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("no CUDA device here, nothing was run. Where there is one: SVD's UNet")
     assert "25 × 160 × 288" in ended.stdout

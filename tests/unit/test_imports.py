@@ -55,6 +55,7 @@ LAYERS = [
         "vdpp_core.conditioning",
         "vdpp_core.denoise",
         "vdpp_core.handoff",
+        "vdpp_core.parallel.communicators",
         "vdpp_core.parallel.group",
         "vdpp_core.parallel.output",
         "vdpp_core.peers_plots",
@@ -101,7 +102,14 @@ WITHOUT_RANKS = {
     *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
     *("advice", "article", "checks", "chrome_trace", "estimates", "planner_plots", "predicting", "tables", "trace"),
     *("network", "waiting"),
-    *("parallel.frames", "parallel.group", "parallel.guidance", "parallel.lockstep", "parallel.output"),
+    *(
+        "parallel.communicators",
+        "parallel.frames",
+        "parallel.group",
+        "parallel.guidance",
+        "parallel.lockstep",
+        "parallel.output",
+    ),
 }
 OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "gathering", "guard", "handoff", "mesh", "peers")} | {
     f"vdpp_core.parallel.{name}" for name in ("collectives", "fsdp", "groups", "parallelize")
