@@ -158,7 +158,7 @@ def test_the_room_that_a_run_is_expected_to_have(monkeypatch: pytest.MonkeyPatch
         check.expectation(limited)
     check.expectation(TINY.replace(memory_limit_gib=0.02))
     more = memory.CONTEXT_GIB
-    assert asked == pytest.approx([23.68, 20 + more, 20 + more + 2 * communicators.ASSUMED_GIB, 14.56, 0.02])
+    assert asked == pytest.approx([23.68, 20 + more, 20 + more + communicators.ASSUMED_GIB, 14.56, 0.02])
 
 
 @pytest.mark.usefixtures("ten_gib_each")
@@ -211,7 +211,7 @@ def test_what_was_measured_is_predicted_with_on_the_same_cards(tmp_path: Path, m
         assumed = memory.outside(seven)
         path = check.write(tmp_path, ended, [], 60.0, None)
         assert json.loads(path.read_text())["communicator_gib"] == pytest.approx(0.3)
-        assert memory.outside(seven) - assumed == pytest.approx(2 * (0.3 - communicators.ASSUMED_GIB) * GIB, abs=2)
+        assert memory.outside(seven) - assumed == pytest.approx((0.3 - communicators.ASSUMED_GIB) * GIB, abs=2)
         alone = json.loads(path.read_text()) | {"date": "9999-12-31", "communicator_gib": None}
         (tmp_path / "later-on-one-card.json").write_text(json.dumps(alone))
         assert communicators.gib_each()[0] == pytest.approx(0.3)

@@ -21,13 +21,13 @@ MEASURED = Path(__file__).resolve().parents[2] / "figures" / "hardware"  # where
 def opened(layout: Parallel, rank: int) -> int:
     """Communicators of a rank in a run: one for all ranks, one for each neighbouring stage (a pair of its own, as
     unbatched sends and receives have it), and one for each of its replica, its cfg, frames and shard groups that has
-    somebody else in it."""
+    somebody else in it, but not everybody (`groups.py`)."""
     if layout.world_size == 1:
         return 0
     stage = layout.place(rank).stage
     neighbours = (stage > 0) + (stage + 1 < layout.pp)
     groups = (layout.pp * layout.lockstep, layout.cfg, layout.frames, layout.shards)
-    return 1 + neighbours + sum(size > 1 for size in groups)
+    return 1 + neighbours + sum(1 < size < layout.world_size for size in groups)
 
 
 def most(config: RunConfig) -> int:
