@@ -144,7 +144,6 @@ class _Rank:
         facts: dict[str, Any] = {"memory": self.meter.peak()}
         if self.config.command == "generate":
             self.phase = "decoding"
-            self.meter.reset()
             self._make_videos()
             facts["decode_memory"] = self.meter.peak()
         self.log.write("done", **facts)
@@ -224,6 +223,7 @@ class _Rank:
             del self.denoiser, self.handoff
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
+        self.meter.reset()
         share = self._share_of_latents()
         for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
             share[sample] = runfolder.load_latents(self.folder, sample).transpose(1, 2).to(self.world.device)
