@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from tests.conftest import one_thread
 from tests.doubles.threads import together
-from vdpp_core import Parallel, RunConfig, costs
+from vdpp_core import Parallel, RunConfig, costs, unets
 from vdpp_core.config import MODELS
 from vdpp_core.parallel import frames
+from vdpp_core.parallel.group import Group
 from vdpp_core.unets.patches import Patches
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -125,6 +126,23 @@ def test_another_number_of_frames_type_or_device_is_shared_out_anew(unet: Any) -
 
     with one_thread():
         assert together(2, work) == [[5, 2, 5]] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_only_the_first_step_brings_something_from_the_host(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.tensor` makes of numbers, a GPU waits for."""
+    config, made = RunConfig(parallel=Parallel()), list[Any]()
+    unet = unets.ready(config, unets.on_meta(config, torch.float16))
+    if ranks > 1:
+        frames.split(unet, Group(ranks), Patches())
+    given, tensor = {name: value.to("meta") for name, value in inputs(torch.float16).items()}, torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(args) or tensor(*args, **kwargs))
+    counts = []
+    for _ in range(3):
+        with torch.no_grad():
+            unet(**given)
+        counts.append(len(made))
+    assert counts == [int(ranks > 1)] * 3
 
 
 @pytest.mark.parametrize(("model", "expected"), [("tiny", 25), ("svd", 77)])
