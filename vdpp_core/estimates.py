@@ -54,7 +54,7 @@ class Estimated:
         one = base.replace(num_samples=1, parallel=Parallel())
         self.parameters = costs.parameters(base)
         layers = costs.temporal_layers(base.model, base.model_id)
-        self.meetings = 4 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
+        self.meetings = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
         unguided = one.replace(guidance_scale=1.0)
         flops = [costs.cost(_video(unguided, video, ranks)).flops for *video, ranks in COUNTED]
         self.flops = _fit([_work(*video) for video in COUNTED], flops)
