@@ -58,7 +58,7 @@ class Job:
         """A line on each line of events and each file of latents that cannot be trusted."""
         follower = Follower(self.folder)
         follower.events()
-        return follower.damaged + resuming.missing(self.folder, RunConfig.read(self.folder))[1]
+        return follower.damaged + resuming.whole(self.folder, RunConfig.read(self.folder))[1]
 
     def tail(self, rank: int = 0, lines: int = 20) -> str:
         """The last lines that a rank wrote to stdout and stderr."""
