@@ -69,6 +69,11 @@ def holds(folder: Path, name: str) -> bool:
         return False
 
 
+def is_run(folder: Path) -> bool:
+    """Whether it is a run's folder, also one that lost its config.json: who watches over it is still told there."""
+    return any(holds(folder, name) for name in ("config.json", "job.json", _launcher_path(folder).name))
+
+
 def new_run_id(config: RunConfig) -> str:
     layout = str(config.parallel or "").replace(" × ", "-").replace(" ", "")
     model = re.sub(r"[^\w.-]", "_", Path(config.model_id).name)[:40] if config.model_id else config.model
