@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from launch import Job, Sweep, attach, jobs, start, sweep
+from launch.job import stop_what_is_left
 from launch.nodes import Nodes
 from vdpp_core import cli
 from vdpp_core.config import RunConfig
@@ -184,7 +185,7 @@ def _status(arguments: argparse.Namespace) -> None:
 def _row(job: Job | Sweep) -> dict[str, Any]:
     try:
         progress = job.progress()
-    except ConfigError as error:
+    except (ConfigError, FileNotFoundError) as error:  # damaged, or gone in the middle of it
         return {"run": job.run_id, "status": str(error), "done": None, "seconds left": None, "at": None}
     if isinstance(job, Sweep):
         done = f"{progress['runs_finished']} of {progress['num_runs']} runs"
@@ -209,9 +210,19 @@ def _tail(arguments: argparse.Namespace) -> None:
 
 
 def _stop(arguments: argparse.Namespace) -> None:
-    job = attach(arguments.run)
-    job.stop()
-    print(f"{job.run_id}: {job.status()}, {time.strftime('%H:%M:%S')}")
+    try:
+        job = attach(arguments.run)
+    except ConfigError:
+        stop_what_is_left(arguments.run)
+        status = "stopped; its folder is gone"
+    else:
+        status = job.stop()["outcome"] if isinstance(job, Job) else _stopped(job)
+    print(f"{arguments.run}: {status}, {time.strftime('%H:%M:%S')}")
+
+
+def _stopped(sweep: Sweep) -> str:
+    sweep.stop()
+    return sweep.status()
 
 
 def _resume(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.ending import STOP_PATIENCE_S, end, end_ranks
+from launch.ending import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers
 from launch.nodes import MEETING_PATIENCE_S, Nodes
 from vdpp_core import chrome_trace, machine, memory, results, resuming, runfolder
 from vdpp_core.config import RunConfig
@@ -58,7 +58,10 @@ class Job:
         """A line on each line of events and each file of latents that cannot be trusted."""
         follower = Follower(self.folder)
         follower.events()
-        return follower.damaged + resuming.missing(self.folder, RunConfig.read(self.folder))[1]
+        try:
+            return follower.damaged + resuming.whole(self.folder, RunConfig.read(self.folder))[1]
+        except ConfigError as error:
+            return [*follower.damaged, str(error)]
 
     def tail(self, rank: int = 0, lines: int = 20) -> str:
         """The last lines that a rank wrote to stdout and stderr."""
@@ -84,15 +87,22 @@ class Job:
     def stop(self) -> dict[str, Any]:
         """End the run; samples that are finished stay. Returns the result, also of a run that had ended before.
 
+        Of a run whose folder is gone, or whose config.json is damaged, no result is written.
+
         Raises:
             ConfigError: somebody else started it, here or on another machine, and has to end it there.
         """
+        if not self.folder.is_dir():
+            end_by_name(self.folder)
         if (result := self._settled()) is not None:
             return result
-        if runfolder.read_launcher(self.folder) is None and self._ranks():
+        if runfolder.read_launcher(self.folder) is None and not launchers(self.folder) and self._ranks():
             raise ConfigError("run", self.run_id, "was started by hand: end it there, with Ctrl-C or the kernel's stop")
         end(self.folder)
-        return results.settle(self.folder, reason="stopped")
+        try:
+            return results.settle(self.folder, reason="stopped")
+        except ConfigError:
+            return {"run_id": self.run_id, "outcome": "stopped"}
 
     def resume(self, nodes: Nodes | None = None) -> Job:
         """Compute what is missing of a run that has ended, in its own folder, and return at once.
@@ -177,6 +187,9 @@ class Job:
         return [start for start in starts if runfolder.is_rank(start)]
 
     def _settled(self) -> dict[str, Any] | None:
+        if not self.folder.is_dir():
+            failure = {"rank": None, "sample": None, "step": None, "cause": "its folder is gone"}
+            return {"run_id": self.run_id, "outcome": "failed", "failure": failure}
         result = runfolder.read_result(self.folder)
         if result is None and (self.folder / "result.json").exists():  # it was there, and is damaged
             return results.settle(self.folder)
@@ -259,13 +272,28 @@ def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
     from launch.sweep import Sweep
 
     root = root or runfolder.runs_root()
-    sweep, _, name = run_id.rpartition("/")
-    folder = within(within(root, sweep) if sweep else root, name)
+    folder = _folder_of(run_id, root)
     if runfolder.holds(folder, "sweep.json"):
         return Sweep(folder)
-    if runfolder.holds(folder, "config.json"):
+    if runfolder.is_run(folder):
         return Job(folder)
     raise ConfigError("run_id", run_id, f"must be a folder with a run or sweep under {root}")
+
+
+def stop_what_is_left(run_id: str, root: Path | None = None) -> None:
+    """End what is at work for a run or sweep whose folder is gone: its processes are known by its path.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    root = root or runfolder.runs_root()
+    if not end_by_name(_folder_of(run_id, root)):
+        raise ConfigError("run_id", run_id, f"is no run or sweep under {root}, and no process is at work for one")
+
+
+def _folder_of(run_id: str, root: Path) -> Path:
+    sweep, _, name = run_id.rpartition("/")
+    return within(within(root, sweep) if sweep else root, name)
 
 
 def within(folder: Path, name: str) -> Path:
@@ -285,8 +313,11 @@ def jobs(root: Path | None = None) -> list[Job | Sweep]:
     root = root or runfolder.runs_root()
     folders = [path.parent for name in ("config.json", "sweep.json") for path in root.glob(f"*/{name}")]
     found = []
-    own = [folder for folder in folders if not folder.is_symlink()]
-    for folder in sorted(own, key=lambda folder: folder.stat().st_ctime):
+    made: dict[Path, float] = {}
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):  # it has just gone
+            made |= {} if folder.is_symlink() else {folder: folder.stat().st_ctime}
+    for folder in sorted(made, key=lambda folder: made[folder]):
         try:
             found.append(attach(folder.name, root))
         except ConfigError as error:

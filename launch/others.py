@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from launch.ending import end_ranks
+from launch.ending import end_children
 from launch.nodes import MEETING_PATIENCE_S, Nodes
 from vdpp_core import results, runfolder, waiting
 from vdpp_core.config import RunConfig
@@ -106,18 +107,18 @@ class Others(threading.Thread):
             silence = max((now - heard for _, heard in list(self.beats.values())), default=0.0)
             if silence > patience and not self.stalled:
                 self.stalled = waiting.unheard(self.folder, silence, surely=True)
-                self._end_here(f"nothing was heard of another machine for {silence:.0f} s (timeout_s)")
+                self.end_here(f"nothing was heard of another machine for {silence:.0f} s (timeout_s)")
             if self.ended_elsewhere is not None and now - self.ended_elsewhere > LAST_WORDS_S:
-                self._end_here("another machine could not go on")
+                self.end_here("another machine could not go on")
             ranks_ended = (ranks_ended or now) if self._ranks_have_ended() else None
             if ranks_ended is not None and now - ranks_ended > AGENT_PATIENCE_S:
                 results.settle(self.folder, self.stalled, reason=self.reason)
                 os._exit(1)
 
-    def _end_here(self, reason: str) -> None:
+    def end_here(self, reason: str) -> None:
         """End this machine's ranks, whose folder says why; before they start, this process for that reason."""
         if self._starts():
-            end_ranks(self.folder)
+            end_children()
         elif self.reason is None:
             self.reason = reason
             os.kill(os.getpid(), signal.SIGTERM)
@@ -154,6 +155,13 @@ class Others(threading.Thread):
         if self.store is not None and not self.stalled:
             _within(2 * WORD_S, self._leave)
         return result
+
+    def give_up(self) -> None:
+        """Leave the other machines, which then end; there is nothing to settle here."""
+        self.over.set()
+        store = self.store
+        if store is not None:
+            _within(WORD_S, partial(store.add, "ended", 1))
 
     def _exchange(self, known: dict[int, str], reason: str | None) -> None:
         """Tell and hear what ended the run, how ranks ended, and their events where the folder is not shared."""
@@ -198,7 +206,7 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def _within(seconds: float, work: Callable[[], None]) -> None:
+def _within(seconds: float, work: Callable[[], object]) -> None:
     """Do it, or go on after so many seconds: over a link that is cut a store does not answer."""
 
     def quietly() -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from launch.ending import end_ranks
+from launch.ending import end_children
 from launch.nodes import Nodes
 from launch.others import Others
 from launch.sweep import Sweep
@@ -32,24 +33,27 @@ from vdpp_core import loopback, progress, results, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.events import now
+from vdpp_core.files import Place
 
 PERIOD_S = 0.5
 LAST_WORDS_S = 5.0  # after a rank's last word, for the others to have theirs
 
 
 class Watchdog(threading.Thread):
-    """Names a rank that is stalled, and ends the run after its timeout; kills ranks that do not hear that it is over:
-    a stopped process hears no SIGTERM, and torchrun's agent would give it 30 s more."""
+    """Names a rank that is stalled, and ends the run after its timeout, or when its folder is gone; kills ranks that do
+    not hear that it is over: a stopped process hears no SIGTERM, and torchrun's agent would give it 30 s more."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, place: Place, leave: Callable[[], None]) -> None:
         super().__init__(daemon=True)
-        self.folder, self.watchdog = folder, progress.Watchdog(folder)
+        self.watchdog, self.place, self.leave = progress.Watchdog(folder), place, leave
         self.stalled: dict[int, str] = {}
         self.over = threading.Event()
 
     def run(self) -> None:
         named = None
         while not self.over.wait(PERIOD_S):
+            if self.place.is_gone():
+                self.leave()
             with contextlib.suppress(OSError, psutil.Error):  # a file or a process that has just gone
                 named = self._look(named)
 
@@ -58,54 +62,72 @@ class Watchdog(threading.Thread):
         events = self.watchdog.events()
         if any(event["kind"] in ("error", "terminated") for event in events):
             if now() - events[-1]["t"] > LAST_WORDS_S:
-                end_ranks(self.folder)
+                end_children()
         elif stall := self.watchdog.look():
             if stall.rank != named:
                 print(f"{time.strftime('%H:%M:%S')} {stall}", flush=True)
             if stall.silent_s > stall.limit_s:
                 self.stalled = {stall.rank: stall.cause}
-                end_ranks(self.folder)
+                end_children()
             return stall.rank
         return named
 
 
-def supervise(folder: Path, others: Others | None = None) -> dict[str, Any]:
-    """Run the ranks of one run folder to their end and return the result; with others, this machine's ranks.
+def supervise(folder: Path, others: Others | None = None) -> None:
+    """Run the ranks of one run folder to their end and settle it; with others, this machine's ranks.
 
     Raises:
         SignalException: this process was told to end; the run is settled as stopped before.
     """
-    config = RunConfig.read(folder)
+    with contextlib.closing(Place(folder / "events")) as place:
+        leave = end_children if others is None else partial(others.end_here, "its run folder is gone")
+        watchdog = Watchdog(folder, place, leave)
+        settle = partial(_settle, place, folder, others)
+        watchdog.start()
+        exits: dict[int, str] = {}
+        try:
+            if others is not None:
+                others.meet()
+            elastic_launch(_agent(folder, others), sys.executable)("-m", "vdpp_core", "run", str(folder))
+        except ChildFailedError as error:
+            exits = {rank: _words(failure.exitcode) for rank, failure in error.failures.items()}
+        except SignalException:
+            end_children()
+            settle(reason="stopped")
+            raise
+        except Exception as error:  # the agent itself: no port, no process; the next run of a sweep may do better
+            traceback.print_exc()
+            what = "lost the rendezvous" if runfolder.events_paths(folder) else "could not start"
+            settle(reason=f"{what}: {type(error).__name__}: {error}")
+        finally:
+            watchdog.over.set()
+            watchdog.join()
+        end_children()
+        settle(watchdog.stalled or exits)
+
+
+def _agent(folder: Path, others: Others | None) -> LaunchConfig:
     logs = folder / "logs" if others is None else runfolder.logs_path(folder)
-    agent = LaunchConfig(
-        **(_alone(config) if others is None else others.nodes.rendezvous()),
+    return LaunchConfig(
+        **(_alone(RunConfig.read(folder)) if others is None else others.nodes.rendezvous()),
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is handled here
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )
-    settle = partial(results.settle, folder) if others is None else others.settle
-    exits: dict[int, str] = {}
-    watchdog = Watchdog(folder)
-    watchdog.start()
+
+
+def _settle(place: Place, folder: Path, others: Others | None, *facts: Any, **reason: Any) -> None:
+    """Settle a run as `results.settle` does, unless its folder is gone or cannot be read any more."""
     try:
-        if others is not None:
-            others.meet()
-        elastic_launch(agent, sys.executable)("-m", "vdpp_core", "run", str(folder))
-    except ChildFailedError as error:
-        exits = {rank: _words(failure.exitcode) for rank, failure in error.failures.items()}
-    except SignalException:
-        end_ranks(folder)
-        settle(reason="stopped")
-        raise
-    except Exception as error:  # the agent itself: no port, no process; the next run of a sweep may do better
-        traceback.print_exc()
-        what = "lost the rendezvous" if runfolder.events_paths(folder) else "could not start"
-        settle(reason=f"{what}: {type(error).__name__}: {error}")
-    finally:
-        watchdog.over.set()
-    end_ranks(folder)
-    return settle(watchdog.stalled or exits)
+        if not place.is_gone():
+            (partial(results.settle, folder) if others is None else others.settle)(*facts, **reason)
+            return
+        print(f"{folder} is gone, and the run with it", file=sys.stderr, flush=True)
+    except (ConfigError, OSError) as error:  # config.json is damaged, or the folder has just gone
+        print(f"{folder}: no result could be written: {error}", file=sys.stderr, flush=True)
+    if others is not None:
+        others.give_up()
 
 
 def _alone(config: RunConfig) -> dict[str, Any]:
@@ -178,7 +200,8 @@ def main() -> None:
             waiting.pop(0)
     except SignalException:
         for folder in waiting:
-            results.settle(folder, reason="stopped")
+            with contextlib.suppress(ConfigError):  # its folder is gone, or its config.json is damaged
+                results.settle(folder, reason="stopped")
 
 
 if __name__ == "__main__":

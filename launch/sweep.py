@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import secrets
@@ -12,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from launch.ending import end
+from launch.ending import end, end_by_name
 from launch.job import POLL_S, Job, launch, prepare, within
 from vdpp_core import machine, results, runfolder, tables
 from vdpp_core.config import RunConfig
@@ -87,9 +88,14 @@ class Sweep:
 
     def stop(self) -> pd.DataFrame:
         """End the run that goes on and drop those that wait."""
-        end(self.jobs[-1].folder)
+        watched_over = [job.folder for job in self.jobs if runfolder.read_launcher(job.folder)]
+        if watched_over:
+            end(watched_over[-1])  # one process has them all
+        else:
+            end_by_name(self.folder)
         for job in self.jobs:
-            results.settle(job.folder, reason="stopped")
+            with contextlib.suppress(ConfigError):  # its folder is gone, or its config.json is damaged
+                results.settle(job.folder, reason="stopped")
         return self.table()
 
     def table(self) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vdpp_core import conditioning, gathering, machine, memory, processes, results, resuming, runfolder, unets
+from vdpp_core import conditioning, gathering, machine, memory, origin, processes, results, resuming, runfolder, unets
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
@@ -25,7 +25,7 @@ from vdpp_core.handoff import Handoff
 from vdpp_core.importing import importing
 from vdpp_core.limits import Device, OutOfMemoryError
 from vdpp_core.measure import MemoryMeter, Stopwatch
-from vdpp_core.mesh import LostRankError, Ranks, World, joined
+from vdpp_core.mesh import LostRankError, Ranks, World, agree, joined
 from vdpp_core.parallel import fsdp
 from vdpp_core.parallel.parallelize import parallelize, sent
 
@@ -59,7 +59,7 @@ def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
     ):
         try:
             with joined(config, ranks, folder.name) as world:
-                _Rank(config, folder, world, log).work()
+                _Rank(config, folder, ranks, world, log).work()
                 world.barrier()
                 gathering.finish(config, folder, ranks, log)
         except BaseException as error:
@@ -80,8 +80,8 @@ def _last_words(error: BaseException) -> dict[str, Any]:
 class _Rank:
     """One rank's part of a run, in the order in which it happens."""
 
-    def __init__(self, config: RunConfig, folder: Path, world: World, log: EventLog) -> None:
-        self.config, self.folder, self.world, self.log = config, folder, world, log
+    def __init__(self, config: RunConfig, folder: Path, ranks: Ranks, world: World, log: EventLog) -> None:
+        self.config, self.folder, self.ranks, self.world, self.log = config, folder, ranks, world, log
         self.steps, self.todo = config.stages()[world.place.stage], resuming.work(folder, config)
         self.samples = config.samples(world.place.replica, self.todo.latents)
         self.padding = config.padding(world.place.replica, self.todo.latents)
@@ -133,6 +133,7 @@ class _Rank:
             self._load()
             self.meter.reset()
         self.world.barrier()
+        self.origin = self._origin() if self.config.save_latents else ""
         self.phase = "warming up"
         if self.busy:
             self._warm_up()
@@ -189,6 +190,20 @@ class _Rank:
             world.share(tensor, source=0)
         return told
 
+    def _origin(self) -> str:
+        """The digest of what the samples are made from: what rank 0 has, and each other machine as well.
+
+        Now that all is loaded: a hub model's revision is known, and no file is replaced between here and there.
+        """
+        config, folder, threads = self.config, self.folder, self.world.threads
+        told = agree(
+            self.ranks, lambda: origin.begin(folder, config, threads).model_dump_json(), f"origin of {folder.name}"
+        )
+        record = origin.Origin.model_validate_json(told)
+        if self.ranks.local_rank == 0 and self.ranks.rank > 0:
+            origin.follow(folder, config, threads, record)
+        return record.digest
+
     def _warm_up(self) -> None:
         """A step of its own on every rank at once (twice: the first one sets up), then the warm-up samples."""
         latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
@@ -210,7 +225,7 @@ class _Rank:
         if self.config.save_latents:
             if not torch.isfinite(latents).all():
                 raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
-            runfolder.save_latents(self.folder, sample, latents.transpose(1, 2))
+            runfolder.save_latents(self.folder, sample, latents.transpose(1, 2), self.origin)
         if self.config.command == "generate":
             self.finished[sample] = latents
         self.log.write("sample", sample)

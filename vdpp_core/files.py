@@ -23,6 +23,27 @@ class DamagedError(ValueError):
         super().__init__(f"{path}: {self.reason}")
 
 
+class Place:
+    """Where a folder was found: whether it is still there, and not moved, removed or replaced by another one.
+
+    It is kept open, so that no later folder gets its number.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.handle = folder, os.open(folder, os.O_RDONLY)
+
+    def is_gone(self) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(self.handle), self.folder.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # a network file system that does not answer at the moment
+            return False
+
+    def close(self) -> None:
+        os.close(self.handle)
+
+
 class FullDiskError(OSError):
     """There is no room for what a run writes."""
 

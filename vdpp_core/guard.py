@@ -1,4 +1,4 @@
-"""A rank's last word: when it is told to end, when its launcher is gone, or when a rank is stalled."""
+"""A rank's last word: when it is told to end, when its launcher or run folder is gone, or when a rank is stalled."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from vdpp_core import results, runfolder
+from vdpp_core.errors import ConfigError
 from vdpp_core.events import EventLog
+from vdpp_core.files import Place
 from vdpp_core.progress import Stall, Watchdog
 
 PERIOD_S = 0.5
@@ -27,7 +30,7 @@ class Guard(threading.Thread):
         super().__init__(daemon=True)
         self.folder, self.log = folder, log
         self.parent = os.getppid() if follow_parent else None
-        self.watchdog = Watchdog(folder)
+        self.watchdog, self.place = Watchdog(folder), Place(folder / "events")
         self.stopped = False
 
     def __enter__(self) -> Guard:
@@ -45,6 +48,8 @@ class Guard(threading.Thread):
         if kind is None:  # otherwise the launcher's SIGTERM would cut off the account of what went wrong
             for number, handler in self.earlier.items():
                 signal.signal(number, handler)
+        if not self.is_alive():
+            self.place.close()
         os.close(self.signals)
         os.close(self.wakeup)
 
@@ -54,6 +59,8 @@ class Guard(threading.Thread):
                 number = os.read(self.signals, 1)[0]
                 if number in SIGNALS:
                     self._end(128 + number, "terminated", signal=signal.Signals(number).name)
+            elif self.place.is_gone():
+                self._leave()
             elif self.parent is not None and os.getppid() != self.parent:
                 self._end(1, "terminated", signal="the launcher is gone")
             elif stall := self._stall():
@@ -66,11 +73,25 @@ class Guard(threading.Thread):
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:
         """Have the last word, then see to the result once the others have had theirs; a launcher does that better."""
+        if self.place.is_gone():
+            self._leave()
         self.log.last_word(kind, **facts)
-        if not runfolder.launcher_alive(self.folder):
-            deadline = time.monotonic() + PATIENCE_S
-            while not results.all_ended(self.folder) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            by_hand = runfolder.read_launcher(self.folder) is None
-            results.settle(self.folder, reason=None if by_hand else "the launcher was killed", again=by_hand)
-        os._exit(code)
+        try:
+            if not runfolder.launcher_alive(self.folder):
+                self._settle()
+        except (ConfigError, OSError) as error:  # config.json is damaged, or the folder has just gone
+            print(f"{self.folder}: no result could be written: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not results.all_ended(self.folder) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        by_hand = runfolder.read_launcher(self.folder) is None
+        results.settle(self.folder, reason=None if by_hand else "the launcher was killed", again=by_hand)
+
+    def _leave(self) -> None:
+        """End without a word in a folder that is not this run's any more: nobody waits for what this rank computes."""
+        print(f"rank {self.log.rank}: the run folder {self.folder} is gone, so it ends", file=sys.stderr, flush=True)
+        os._exit(1)

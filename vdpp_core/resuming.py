@@ -1,7 +1,8 @@
 """A run that ended early, taken up again in its own folder: what is missing is computed, with the same latents.
 
-Sample m depends on the configuration and on seed + m alone, so nothing has to be known of the others. What is there is
-trusted only where its checksum says so. The earlier attempt's events stay, in attempts/N/, and are not counted.
+Sample m depends on the run's origin (origin.py) and on seed + m alone, so nothing has to be known of the others. What
+is there is trusted only where its checksum says so, and kept only where it was made from what the others will be made
+from. The earlier attempt's events stay, in attempts/N/, with what is made again, and are not counted.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 
 import torch
 
-from vdpp_core import files, machine, runfolder
+from vdpp_core import files, machine, origin, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.files import DamagedError
+from vdpp_core.origin import Origin
 
 TODO = "todo.json"
 _ENDS = {".mp4": b"", ".gif": b";", ".png": b"IEND\xaeB`\x82"}  # an MP4 is checked when it is written
@@ -50,22 +52,44 @@ def work(folder: Path, config: RunConfig) -> Work:
     return Work(**told) if told else Work(attempt=1, latents=range(config.num_samples))
 
 
-def missing(folder: Path, config: RunConfig) -> tuple[Work, list[str]]:
-    """What is left to do, and a line on each file that cannot be trusted."""
-    kept, damaged = [], []
+def whole(folder: Path, config: RunConfig) -> tuple[list[int], list[str]]:
+    """The samples whose latents are there, and a line on each file of them that cannot be trusted."""
+    found, damaged = [], []
     for sample in range(config.num_samples):
         try:
             _check(runfolder.load_latents(folder, sample), config, runfolder.latents_path(folder, sample))
-            kept.append(sample)
+            found.append(sample)
         except FileNotFoundError:
             pass
         except DamagedError as error:
             damaged.append(f"{error}; computed again")
-    makes_videos = config.command == "generate"
-    videos = [m for m in kept if config.compare_official or not _has_videos(folder, config, m)] if makes_videos else []
-    whole = set(kept)
-    latents = [sample for sample in range(config.num_samples) if sample not in whole]
-    return Work(len(_attempts(folder)) + 2, latents, kept, videos), damaged
+    return found, damaged
+
+
+def _missing(
+    folder: Path, config: RunConfig, before: Origin | None, decoded_otherwise: str | None
+) -> tuple[Work, list[str]]:
+    """What is left to do, and a line on what is there and made again.
+
+    Samples are kept that were made from what the others will be made from, and their videos unless those are
+    `decoded_otherwise` by now.
+    """
+    kept, lines = whole(folder, config)
+    if before is None and kept:
+        lines.append(f"{folder.name} has no record of what its samples were made from; all are computed again")
+        kept = []
+    for sample in list(kept):
+        if before and runfolder.origin_of(folder, sample) != before.digest:
+            path = runfolder.latents_path(folder, sample)
+            lines.append(f"{path}: is not one of the samples that {origin.FILE} is about; computed again")
+            kept.remove(sample)
+    videos: list[int] = []
+    if config.command == "generate":
+        anew = config.compare_official or decoded_otherwise is not None
+        videos = [sample for sample in kept if anew or not _has_videos(folder, config, sample)]
+        lines += [f"{decoded_otherwise}; videos are made again"] if decoded_otherwise and videos else []
+    latents = sorted(set(range(config.num_samples)) - set(kept))
+    return Work(len(_attempts(folder)) + 2, latents, kept, videos), lines
 
 
 @contextmanager
@@ -98,38 +122,64 @@ def begin_again(folder: Path, nodes: Mapping[str, Any] | None = None) -> list[st
         nodes: for several machines, what each of them is called with.
 
     Returns:
-        A line on each file that is damaged and will be made again.
+        A line on each file that is damaged, or made otherwise, and will be made again; and on what may differ.
 
     Raises:
-        ConfigError: nothing is missing, nothing was kept, or this machine would compute other latents.
+        ConfigError: nothing is missing, nothing was kept, or other latents would be computed here and now. Nothing was
+            changed.
     """
     config, name = RunConfig.read(folder), folder.name
     if not config.save_latents:
         raise ConfigError("run", name, "kept no latents (save_latents), so nothing of it is left: start it anew")
-    todo, damaged = missing(folder, config)
-    ended_well = (runfolder.read_result(folder) or {}).get("outcome") == "ok"
+    before, ended_well = origin.read(folder), (runfolder.read_result(folder) or {}).get("outcome") == "ok"
+    if before is None and ended_well and len(whole(folder, config)[0]) == config.num_samples:
+        raise _is_complete(name)  # as runs of before there were records
+    config = as_before(folder, config)
+    decoded_otherwise = origin.other_videos(before, config) if before else None
+    todo, lines = _missing(folder, config, before, decoded_otherwise)
     if ended_well and not todo.latents and not todo.videos:
-        raise ConfigError("run", name, "has all its samples, nothing is missing")
-    todo, config = replace(todo, nodes=nodes), as_before(folder, config)
-    aside = folder / "attempts" / str(todo.attempt - 1)
+        raise _is_complete(name)
     try:
-        for draft in [*folder.glob("latents/.*"), *folder.glob("videos/.*")]:
-            draft.unlink()  # of a process that died in the middle of writing
-        files.reserve(folder, runfolder.room(config))
-        aside.mkdir(parents=True)
-        for path in (folder / "events", folder / "logs", folder / TODO, *folder.glob("job*.json")):
-            if path.exists():
-                path.rename(aside / path.name)
-        for part in ("events", "logs", "latents"):
-            (folder / part).mkdir(exist_ok=True)
+        _put_aside(folder, config, todo, todo.videos if decoded_otherwise else ())
+        if before is not None:
+            origin.write(folder, before.model_copy(update={"videos": origin.videos_of(config)}))
         runfolder.write_atomically(folder / "config.json", config.to_json())
-        runfolder.write_atomically(folder / TODO, json.dumps(asdict(todo)) + "\n")
+        runfolder.write_atomically(folder / TODO, json.dumps(asdict(replace(todo, nodes=nodes))) + "\n")
         if (folder / "result.json").exists():  # last: as long as it is there, the run has ended and can be resumed
-            (folder / "result.json").rename(aside / "result.json")
+            (folder / "result.json").rename(_aside(folder, todo) / "result.json")
     except OSError as error:
         files.release(folder)
         raise ConfigError("run", name, f"cannot be resumed: {os.strerror(error.errno or 0)} in {folder}") from None
-    return damaged
+    return lines + (origin.other_versions(before) if before else [])
+
+
+def _is_complete(name: str) -> ConfigError:
+    return ConfigError("run", name, "has all its samples, nothing is missing")
+
+
+def _aside(folder: Path, todo: Work) -> Path:
+    return folder / "attempts" / str(todo.attempt - 1)
+
+
+def _put_aside(folder: Path, config: RunConfig, todo: Work, other_videos: Sequence[int]) -> None:
+    """Move what the last attempt left, what is made again, and videos that will be others, into attempts/N/."""
+    aside = _aside(folder, todo)
+    for draft in [*folder.glob("latents/.*"), *folder.glob("videos/.*")]:
+        draft.unlink()  # of a process that died in the middle of writing
+    files.reserve(folder, runfolder.room(config))
+    aside.mkdir(parents=True)
+    for path in (folder / "events", folder / "logs", folder / TODO, *folder.glob("job*.json")):
+        if path.exists():
+            path.rename(aside / path.name)
+    for part in ("events", "logs", "latents"):
+        (folder / part).mkdir(exist_ok=True)
+    names = [name for sample in (*todo.latents, *other_videos) for name in runfolder.video_names(config, sample)]
+    stale = [runfolder.latents_path(folder, sample) for sample in todo.latents]
+    stale += [folder / "videos" / f"{name}{suffix}" for name in names for suffix in _ENDS]
+    for path in stale:
+        if path.exists():
+            (aside / path.parent.name).mkdir(exist_ok=True)
+            path.rename(aside / path.parent.name / path.name)
 
 
 def _attempts(folder: Path) -> list[Path]:
@@ -155,16 +205,15 @@ def as_before(folder: Path, config: RunConfig) -> RunConfig:
     """The configuration with what the earlier attempt was given by its machine, on which the bits depend.
 
     Raises:
-        ConfigError: this machine would compute other latents.
+        ConfigError: other latents would be computed: by this machine, or from what is there by now.
     """
-    places = [folder, *_attempts(folder)]
-    starts = [event for place in places for event in runfolder.read_events(place) if event["kind"] == "start"]
-    if not starts:
-        return config.replace(output_dir=folder.absolute())
-    before = starts[0]
-    was = before["device"].partition(":")[0], before["dtype"]
+    config, record = config.replace(output_dir=folder.absolute()), origin.read(folder)
+    if record is None:
+        return config
+    before = record.samples
     here = machine.device_type(config), str(machine.dtype(config)).removeprefix("torch.")
-    if was != here:
-        allowed = f"was computed on {was[0]} in {was[1]}; here it would be {here[0]} in {here[1]}: other latents"
-        raise ConfigError("run", folder.name, allowed)
-    return config.replace(output_dir=folder.absolute(), threads=before["threads"])
+    if (before.device, before.dtype) != here:
+        allowed = f"was computed on {before.device} in {before.dtype}; here it would be {here[0]} in {here[1]}"
+        raise ConfigError("run", folder.name, f"{allowed}: other latents")
+    origin.check(record, origin.of(config, before.threads), folder.name)
+    return config.replace(threads=before.threads)

@@ -3,14 +3,16 @@
 config.json      the RunConfig, by whoever starts the run
 events/          rank-N.jsonl, by each rank
 latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica's last stage when the sample is done;
-                 with the SHA-256 of its bytes
+                 with the SHA-256 of its bytes and that of origin.json's record
+origin.json      what the samples are made from (origin.py), by rank 0; by a rank of each of several machines
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by whichever rank decoded it;
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
 result.json      last, atomically, by rank 0; by the launcher or a surviving rank after a failure
 job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
 logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
 todo.json        of a resumed run: what this attempt has to do (resuming.py)
-attempts/N/      of a resumed run: events/, logs/, result.json, job*.json and todo.json of attempt N, which ended early
+attempts/N/      of a resumed run: events/, logs/, result.json, job*.json and todo.json of attempt N, which ended early,
+                 and what is made again of its latents/ and videos/
 .resuming        locked by who resumes it
 .reserve         room for the last words on a full disk; goes when the run ends
 
@@ -65,6 +67,11 @@ def holds(folder: Path, name: str) -> bool:
         return (folder / name).is_file()
     except OSError:  # no name that a file could have
         return False
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it is a run's folder, also one that lost its config.json: who watches over it is still told there."""
+    return any(holds(folder, name) for name in ("config.json", "job.json", _launcher_path(folder).name))
 
 
 def new_run_id(config: RunConfig) -> str:
@@ -150,14 +157,14 @@ def facts(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude={"output_dir", "parallel"}) | config.layout.model_dump()
 
 
-def save_latents(folder: Path, sample: int, latents: Tensor) -> None:
-    """latents (B, C, F, H, W) of a finished sample, whole or not at all.
+def save_latents(folder: Path, sample: int, latents: Tensor, origin: str = "") -> None:
+    """latents (B, C, F, H, W) of a finished sample, whole or not at all, with the digest of what it was made from.
 
     Raises:
         FullDiskError: there is no room for it.
     """
     tensor = latents.contiguous().cpu()
-    data = save({"latents": tensor}, metadata={"sha256": _digest(tensor)})
+    data = save({"latents": tensor}, metadata={"sha256": _digest(tensor), "origin": origin})
     files.write_whole(latents_path(folder, sample), lambda draft: draft.write_bytes(data))
 
 
@@ -187,6 +194,12 @@ def load_latents(folder: Path, sample: int) -> Tensor:
     if told != _digest(latents):
         raise DamagedError(path, "its numbers are not those that were written")
     return latents
+
+
+def origin_of(folder: Path, sample: int) -> str:
+    """The digest that a whole file of latents carries of what it was made from; empty where that was not recorded."""
+    with safe_open(latents_path(folder, sample), "pt") as file:
+        return (file.metadata() or {}).get("origin", "")
 
 
 def video_names(config: RunConfig, sample: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -12,6 +13,7 @@ import pandas as pd
 
 from vdpp_core import machine, runfolder
 from vdpp_core.config import RunConfig
+from vdpp_core.errors import ConfigError
 from vdpp_core.layout import AXES
 
 
@@ -22,8 +24,13 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
     """
     rows = []
     for folder in folders:
-        result, config = runfolder.read_result(folder), RunConfig.read(folder)
+        result = runfolder.read_result(folder)
         if result is None:
+            continue
+        try:
+            config = RunConfig.read(folder)
+        except ConfigError as error:
+            warnings.warn(f"left out: {error}", stacklevel=2)
             continue
         rows.append(
             {

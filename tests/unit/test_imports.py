@@ -47,6 +47,7 @@ LAYERS = [
         "vdpp_core.article",
         "vdpp_core.cli",
         "vdpp_core.events",
+        "vdpp_core.origin",
         "vdpp_core.runfolder",
         "vdpp_core.schedule",
     },
@@ -98,7 +99,7 @@ LAYERS = [
 ]
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *("events", "files", "processes", "progress", "resuming"),
+    *("events", "files", "origin", "processes", "progress", "resuming"),
     *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
     *("advice", "article", "checks", "chrome_trace", "estimates", "planner_plots", "predicting", "tables", "trace"),
     *("network", "waiting"),

@@ -18,7 +18,7 @@ from launch.__main__ import main
 from launch.job import Job
 from launch.nodes import Nodes
 from launch.others import Others
-from vdpp_core import Parallel, RunConfig, results, resuming, runfolder, waiting
+from vdpp_core import Parallel, RunConfig, origin, results, resuming, runfolder, waiting
 from vdpp_core.errors import ConfigError
 
 JOB = sys.modules["launch.job"]
@@ -121,6 +121,19 @@ def test_a_machine_joins_a_run_that_was_taken_up_for_it(tmp_path: Path, monkeypa
     runfolder.logs_path(folder).rmdir()
     with pytest.raises(ConfigError, match="take part already"):
         job.resume(nodes)
+
+
+def test_a_machine_does_not_join_with_other_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What the samples that are there were made from is compared on each machine, before anything starts."""
+    monkeypatch.setattr(JOB, "MEETING_PATIENCE_S", 0.0)
+    monkeypatch.setattr(Nodes, "address", property(lambda _: ("10.77.0.2", False)))
+    config = RunConfig(**SHORT, save_latents=True, output_dir=tmp_path / "run").for_ranks(2)
+    folder = runfolder.create(config)
+    origin.begin(folder, config, threads=1)
+    results.settle(folder, reason="stopped")
+    runfolder.write_atomically(folder / "config.json", config.replace(total_steps=3, seed=1).to_json())
+    with pytest.raises(ConfigError, match=r"run run: (seed|total_steps) was .* when its samples were made"):
+        Job(folder).resume(Nodes(2, 1, "10.77.0.1:29400", "run"))
 
 
 def test_a_run_that_goes_on_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
