@@ -33,7 +33,6 @@ from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.events import now
 
-PERIOD_S = 0.5
 LAST_WORDS_S = 5.0  # after a rank's last word, for the others to have theirs
 
 
@@ -49,7 +48,7 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         named = None
-        while not self.over.wait(PERIOD_S):
+        while not self.over.wait(progress.PERIOD_S):
             with contextlib.suppress(OSError, psutil.Error):  # a file or a process that has just gone
                 named = self._look(named)
 

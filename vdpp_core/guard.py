@@ -13,9 +13,8 @@ from typing import Any
 
 from vdpp_core import results, runfolder
 from vdpp_core.events import EventLog
-from vdpp_core.progress import Stall, Watchdog
+from vdpp_core.progress import PERIOD_S, Stall, Watchdog
 
-PERIOD_S = 0.5
 PATIENCE_S = 3.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -272,7 +272,7 @@ def before_start(monkeypatch, cores, at_work, **arguments):
             2,
             3,
             {"parallel": Parallel(pp=2)},
-            ["3 ranks of other runs are at work on these 2 cores: this one will take"],
+            ["3 ranks of other runs are at work on these 2 cores: this one will"],
         ),
     ],
 )
@@ -284,9 +284,10 @@ def test_a_word_about_cores_that_are_not_there(monkeypatch, cores, at_work, argu
 @contextmanager
 def like_a_rank(**environment):
     """A process that looks like a rank and waits."""
-    command = [sys.executable, "-I", "-c", "input()", "-m", "vdpp_core"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    command = [sys.executable, "-I", "-c", "input(print(flush=True))", "-m", "vdpp_core"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     try:
+        child.stdout.readline()
         yield psutil.Process(child.pid)
     finally:
         child.communicate(b"\n")
