@@ -142,7 +142,7 @@ class Others(threading.Thread):
             self.reason = "stopped"
             _within(WORD_S, lambda: store.set("stopped", "1"))
 
-    def settle(self, exits: Mapping[int, str] | None = None, reason: str | None = None) -> dict[str, Any]:
+    def settle(self, exits: Mapping[int, int | str] | None = None, reason: str | None = None) -> dict[str, Any]:
         """Settle the run folder with what is known on all machines, as far as they can be reached, and leave them."""
         result = runfolder.read_result(self.folder)
         if self.over.is_set() and result is not None:
@@ -157,7 +157,7 @@ class Others(threading.Thread):
             _within(2 * WORD_S, self._leave)
         return result
 
-    def _exchange(self, known: dict[int, str], reason: str | None) -> None:
+    def _exchange(self, known: dict[int, int | str], reason: str | None) -> None:
         """Tell and hear what ended the run, how ranks ended, and their events where the folder is not shared."""
         assert self.store is not None
         own = [self.folder / "events" / f"rank-{start['rank']}.jsonl" for start in self._starts()]

@@ -84,7 +84,7 @@ def supervise(folder: Path, others: Others | None = None) -> dict[str, Any]:
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )
     settle = partial(results.settle, folder) if others is None else others.settle
-    exits: dict[int, str] = {}
+    exits: dict[int, int] = {}
     watchdog = Watchdog(folder)
     watchdog.start()
     try:
@@ -92,7 +92,7 @@ def supervise(folder: Path, others: Others | None = None) -> dict[str, Any]:
             others.meet()
         elastic_launch(agent, sys.executable)("-m", "vdpp_core", "run", str(folder))
     except ChildFailedError as error:
-        exits = {rank: _words(failure.exitcode) for rank, failure in error.failures.items()}
+        exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except SignalException:
         end_ranks(folder)
         settle(reason="stopped")
@@ -117,13 +117,6 @@ def _alone(config: RunConfig) -> dict[str, Any]:
         "rdzv_backend": loopback.BACKEND,
         "local_addr": loopback.ADDRESS,
     }
-
-
-def _words(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"ended with exit code {exitcode}"
-    known = {number.value: number.name for number in signal.Signals}
-    return f"killed by {known.get(-exitcode, f'signal {-exitcode}')}"
 
 
 def _told_to_end(number: int, _: FrameType | None) -> None:

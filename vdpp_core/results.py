@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import warnings
 from collections import defaultdict
@@ -164,12 +165,13 @@ def _predicted(config: RunConfig, events: Sequence[Event], samples: int) -> dict
 
 
 def settle(
-    folder: Path, exits: Mapping[int, str] | None = None, reason: str | None = None, again: bool = False
+    folder: Path, exits: Mapping[int, int | str] | None = None, reason: str | None = None, again: bool = False
 ) -> dict[str, Any]:
     """Write the result of a run that did not reach its end, unless there is one already.
 
     Args:
-        exits: what the launcher saw of ranks that ended by themselves: rank -> how.
+        exits: what the launcher saw of ranks that ended by themselves: rank -> exit code, below 0 the signal that
+            killed it; or, in words, how.
         reason: what ended the run where no rank did: "stopped" by somebody, or the launcher's end.
         again: replace the account of a bad end that a rank gave before this one, when less was known.
     """
@@ -214,11 +216,12 @@ def all_ended(folder: Path) -> bool:
     return bool(starts) and all(start["rank"] in ended or runfolder.has_vanished(start) for start in starts)
 
 
-def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None:
+def first_cause(folder: Path, exits: Mapping[int, int | str]) -> dict[str, Any] | None:
     """The rank that failed first, where it was and why; None where every rank was ended from outside.
 
     In this order: the earliest error that is not the loss of another rank; a rank that is gone without a last word;
-    a rank without a last word that another one lost, or the only such where the lost one is not known; the first loss.
+    a rank without a last word that another one lost, or the only such where the lost one is not known; a rank killed by
+    SIGABRT, with which NCCL's watchdog ends those that wait for a lost one; the first loss.
     """
     config = RunConfig.read(folder)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in range(config.layout.world_size)}
@@ -234,6 +237,8 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     gone += [rank for rank in silent if rank in starts and runfolder.has_vanished(starts[rank])]
     lost = {event.get("lost_rank") for event in errors}
     gone += [rank for rank in silent if rank in lost or (lost == {"unknown"} and len(silent) == 1)]
+    aborted = [rank for rank in gone if exits.get(rank) == -signal.SIGABRT]
+    gone = [rank for rank in gone if rank not in aborted]
     terminated = {event["rank"] for event in ends if event["kind"] == "terminated"}
     more: dict[str, Any] = {}
     told = [event["lost_rank"] for event in errors if event.get("lost_rank") in terminated]
@@ -242,14 +247,27 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
         rank, cause = fault["blamed"] if "blamed" in fault else fault["rank"], fault["error"]
         more = {"oom": fault["oom"]} if "oom" in fault else {}
     elif gone:
-        rank, cause = gone[0], exits.get(gone[0], "ended without a word: killed, out of memory, or crashed")
+        rank, cause = gone[0], _ending(exits.get(gone[0], "ended without a word: killed, out of memory, or crashed"))
     elif told:
         rank, cause = told[0], "ended from outside by a signal"
+    elif aborted:
+        rank, cause = aborted[0], _ending(exits[aborted[0]])
     elif errors:
         rank, cause = errors[0]["rank"], errors[0]["error"]
     elif exits:
-        rank, cause = next(iter(exits.items()))
+        rank = min(exits, key=lambda rank: exits[rank] == -signal.SIGABRT)
+        cause = _ending(exits[rank])
     else:
         return None
     sample, step = position(by_rank[rank], config.stages()[config.layout.place(rank).stage])
     return {"rank": rank, "sample": sample, "step": step, "cause": cause, **more}
+
+
+def _ending(known: int | str) -> str:
+    """In words, how a process ended."""
+    if isinstance(known, str):
+        return known
+    if known >= 0:
+        return f"ended with exit code {known}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-known, f'signal {-known}')}"
