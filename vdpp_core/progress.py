@@ -13,6 +13,7 @@ from typing import Any
 from vdpp_core import resuming, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.events import Event, Follower, now
+from vdpp_core.layout import Parallel
 from vdpp_core.resuming import Work
 
 ENDS = ("done", "error", "terminated")
@@ -202,13 +203,19 @@ def needed(config: RunConfig, rank: int, last: Event) -> list[int]:
     replica, stage, member = layout.place(rank)
     steps = config.stages()[stage]
     if last["kind"] == "take" or (last["kind"] in ("step", "pad") and last["step"] != steps[-1]):
-        replicas = range(layout.dp) if layout.fsdp else [replica]
-        return [layout.rank(each, stage, mate) for each in replicas for mate in range(layout.lockstep)]
+        return mates(layout, rank)
     if last["kind"] in ("step", "pad") and stage + 1 < layout.pp:
         return [layout.rank(replica, stage + 1, member)]
     if last["kind"] in ("clock", "send", "sample", "step", "pad") and stage > 0:
         return [layout.rank(replica, stage - 1, member)]
     return list(range(layout.world_size))  # all ranks meet: before the clock, before decoding, at the end
+
+
+def mates(layout: Parallel, rank: int) -> list[int]:
+    """The ranks that compute each of their steps together with this one, itself among them."""
+    replica, stage, _ = layout.place(rank)
+    replicas = range(layout.dp) if layout.fsdp else [replica]
+    return [layout.rank(each, stage, mate) for each in replicas for mate in range(layout.lockstep)]
 
 
 def _step_s(own: Sequence[Event]) -> float:

@@ -11,37 +11,36 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vdpp_core import machine, metrics, resuming, runfolder, schedule
+from vdpp_core import disturbed, machine, metrics, resuming, runfolder, schedule
 from vdpp_core.config import RunConfig
-from vdpp_core.events import Event, Follower
+from vdpp_core.events import Event, Follower, clock_starts
 from vdpp_core.metrics import Span
 from vdpp_core.progress import ENDS, position
 
 
 def measured_spans(events: Sequence[Event]) -> list[Span]:
-    """One span for each sample on each rank, warm-up left out, in seconds since the clock started.
-
-    All ranks start it on leaving one barrier; each machine's time counts from its own start, for their clocks differ.
-    """
-    host = {event["rank"]: event.get("host") for event in events if event["kind"] == "start"}
-    zero: dict[str | None, float] = {}
-    for event in sorted((event for event in events if event["kind"] == "clock"), key=lambda event: event["t"]):
-        zero.setdefault(host.get(event["rank"]), event["t"])
-    steps: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for event in events:
-        if event["kind"] == "step" and event["sample"] >= 0:
-            steps[event["rank"], event["sample"]].append(event)
+    """One span for each sample on each rank, warm-up left out, in seconds since the clock started."""
+    zero = clock_starts(events)
     return [
         Span(
             rank,
             sample,
-            start=part[0]["t"] - part[0]["seconds"] - zero[host.get(rank)],
-            end=part[-1]["t"] - zero[host.get(rank)],
+            start=part[0]["t"] - part[0]["seconds"] - zero[rank],
+            end=part[-1]["t"] - zero[rank],
             busy=sum(event["seconds"] for event in part),
         )
-        for (rank, sample), part in steps.items()
-        if host.get(rank) in zero
+        for (rank, sample), part in measured_steps(events).items()
+        if rank in zero
     ]
+
+
+def measured_steps(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
+    """(rank, sample) -> the events of its steps there, warm-up left out."""
+    steps: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "step" and event["sample"] >= 0:
+            steps[event["rank"], event["sample"]].append(event)
+    return steps
 
 
 def write(folder: Path, outcome: str, failure: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -68,6 +67,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     memory = {event["rank"]: event["memory"] for event in events if event["kind"] == "done"}
     sent = {event["rank"]: event["sent_bytes"] / 1e9 for event in events if "sent_bytes" in event}
     peaks = [memory[rank]["allocated_gb"] for rank in sorted(memory)]
+    hardware = machine.hardware()
     return {
         "run_id": folder.name,
         "outcome": None,
@@ -83,6 +83,8 @@ def summarise(folder: Path) -> dict[str, Any]:
         "samples_finished": len(work.kept) + numbers["samples_finished"],
         "resumed": {"attempt": work.attempt, "samples_kept": len(work.kept)} if work.attempt > 1 else None,
         "damaged": log.damaged,
+        "disturbed": disturbed.reasons(config, events, hardware["cores"]),
+        "other_ranks_at_work": disturbed.other_ranks(events),
         **_waits(events, config, work.latents),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
@@ -96,7 +98,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "backend": next((event["backend"] for event in started.values()), None),
         "hosts": sorted({event["host"] for event in started.values() if "host" in event}),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "hardware": machine.hardware(),
+        "hardware": hardware,
         "versions": machine.versions(),
         "git_commit": machine.git_commit(),
     }

@@ -52,6 +52,7 @@ LAYERS = [
         "vdpp_core.chrome_trace",
         "vdpp_core.conditioning",
         "vdpp_core.denoise",
+        "vdpp_core.disturbed",
         "vdpp_core.handoff",
         "vdpp_core.parallel.group",
         "vdpp_core.parallel.output",
@@ -95,7 +96,7 @@ LAYERS = [
 ]
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *("events", "files", "processes", "progress", "resuming"),
+    *("disturbed", "events", "files", "processes", "progress", "resuming"),
     *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
     *("advice", "article", "checks", "chrome_trace", "estimates", "planner_plots", "predicting", "tables", "trace"),
     *("network", "waiting"),

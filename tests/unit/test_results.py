@@ -100,6 +100,7 @@ def test_a_normal_end(finished):
     assert result["bubble"] == pytest.approx(3 / 7)
     assert result["handoff_wait_s_per_rank"] == pytest.approx([0.5, 3.0])
     assert result["steady_handoff_wait_share_per_rank"] == pytest.approx([0.25, 0.5])
+    assert (result["disturbed"], result["other_ranks_at_work"]) == ([], None)  # nobody looked for other ranks
     assert result["peak_memory_gb_per_rank"] == [0.5, 0.5]
     assert result["max_peak_memory_gb"] == 0.5
     assert (result["world_size"], result["parallel"]) == (2, Parallel(pp=2).model_dump())
