@@ -179,7 +179,10 @@ def _status(arguments: argparse.Namespace) -> None:
     chosen = [attach(arguments.run)] if arguments.run else jobs()
     _print_table(pd.DataFrame([_row(job) for job in chosen]), arguments.json)
     for job in chosen if arguments.run else ():
-        cli.warn(f"damaged: {line}" for line in ([] if isinstance(job, Sweep) else job.damaged()))
+        if isinstance(job, Job):
+            cli.warn(
+                [f"disturbed: {line}" for line in job.disturbed()] + [f"damaged: {line}" for line in job.damaged()]
+            )
 
 
 def _row(job: Job | Sweep) -> dict[str, Any]:
@@ -189,7 +192,9 @@ def _row(job: Job | Sweep) -> dict[str, Any]:
         return {"run": job.run_id, "status": str(error), "done": None, "seconds left": None, "at": None}
     if isinstance(job, Sweep):
         done = f"{progress['runs_finished']} of {progress['num_runs']} runs"
-        return {"run": job.run_id, "status": progress["status"], "done": done, "seconds left": None, "at": None}
+        number = sum(bool(each.disturbed()) for each in job.jobs)
+        known = {"run": job.run_id, "status": progress["status"], "done": done, "seconds left": None, "at": None}
+        return known | {"disturbed": f"{number} of them" if number else None}
     left = progress["seconds_left"]
     at = [
         f"rank {r['rank']}: sample {r['sample']}, step {r['step']}" for r in progress["ranks"] if r["step"] is not None
@@ -200,6 +205,7 @@ def _row(job: Job | Sweep) -> dict[str, Any]:
         "done": f"{progress['samples_finished']} of {progress['num_samples']} samples, {progress['share']:.0%} of all",
         "seconds left": round(left, 1) if left is not None and progress["status"] == "running" else None,
         "at": progress["stalled"] or "; ".join(at) if progress["status"] in ("running", "failed") else None,
+        "disturbed": "; ".join(job.disturbed()) or None,
     }
 
 

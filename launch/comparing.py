@@ -13,7 +13,8 @@ from vdpp_core.config import RunConfig
 
 MOST_SAMPLES = 100  # that can be told apart
 COMPARED = (
-    *("layout", "model", "total_steps", "num_samples", "outcome", "makespan_s", "predicted_makespan_s"),
+    *("layout", "model", "total_steps", "num_samples", "outcome", "disturbed"),
+    *("makespan_s", "predicted_makespan_s"),
     *("latency_s", "predicted_latency_s", "interval_s", "predicted_interval_s", "samples_per_s", "bubble"),
     *("max_peak_memory_gb", "predicted_peak_memory_gb"),
 )

@@ -63,6 +63,10 @@ class Job:
         except ConfigError as error:
             return [*follower.damaged, str(error)]
 
+    def disturbed(self) -> list[str]:
+        """A line on each thing that disturbed the times of a run that has ended; `vdpp_core.disturbed`."""
+        return (self._settled() or {}).get("disturbed") or []
+
     def tail(self, rank: int = 0, lines: int = 20) -> str:
         """The last lines that a rank wrote to stdout and stderr."""
         written: list[str] = []

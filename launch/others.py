@@ -25,8 +25,8 @@ from launch.nodes import MEETING_PATIENCE_S, Nodes
 from vdpp_core import results, runfolder, waiting
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
+from vdpp_core.progress import PERIOD_S, Standstills
 
-PERIOD_S = 0.5
 LAST_WORDS_S = 3.0  # after the end of another machine's ranks, for those of this one to notice
 WORD_S = 3.0  # for a word to or from the others
 AGENT_PATIENCE_S = 5.0  # after the end of the last rank here, for torchrun's agent
@@ -102,16 +102,18 @@ class Others(threading.Thread):
         agent does not come back."""
         patience = max(self.config.timeout_s, 10 * PERIOD_S)
         ranks_ended: float | None = None
+        still = Standstills()
         while not self.over.wait(PERIOD_S):
-            now = time.monotonic()
-            silence = max((now - heard for _, heard in list(self.beats.values())), default=0.0)
+            now, heard = time.monotonic(), [heard for _, heard in list(self.beats.values())]
+            still.look(now, forget=now - 2 * patience)
+            silence = max((still.silence_s(each, now) for each in heard), default=0.0)
             if silence > patience and not self.stalled:
                 self.stalled = waiting.unheard(self.folder, silence, surely=True)
                 self.end_here(f"nothing was heard of another machine for {silence:.0f} s (timeout_s)")
-            if self.ended_elsewhere is not None and now - self.ended_elsewhere > LAST_WORDS_S:
+            if self.ended_elsewhere is not None and still.silence_s(self.ended_elsewhere, now) > LAST_WORDS_S:
                 self.end_here("another machine could not go on")
             ranks_ended = (ranks_ended or now) if self._ranks_have_ended() else None
-            if ranks_ended is not None and now - ranks_ended > AGENT_PATIENCE_S:
+            if ranks_ended is not None and still.silence_s(ranks_ended, now) > AGENT_PATIENCE_S:
                 results.settle(self.folder, self.stalled, reason=self.reason)
                 os._exit(1)
 
@@ -141,7 +143,7 @@ class Others(threading.Thread):
             self.reason = "stopped"
             _within(WORD_S, lambda: store.set("stopped", "1"))
 
-    def settle(self, exits: Mapping[int, str] | None = None, reason: str | None = None) -> dict[str, Any]:
+    def settle(self, exits: Mapping[int, int | str] | None = None, reason: str | None = None) -> dict[str, Any]:
         """Settle the run folder with what is known on all machines, as far as they can be reached, and leave them."""
         result = runfolder.read_result(self.folder)
         if self.over.is_set() and result is not None:
@@ -163,7 +165,7 @@ class Others(threading.Thread):
         if store is not None:
             _within(WORD_S, partial(store.add, "ended", 1))
 
-    def _exchange(self, known: dict[int, str], reason: str | None) -> None:
+    def _exchange(self, known: dict[int, int | str], reason: str | None) -> None:
         """Tell and hear what ended the run, how ranks ended, and their events where the folder is not shared."""
         assert self.store is not None
         own = [self.folder / "events" / f"rank-{start['rank']}.jsonl" for start in self._starts()]

@@ -35,7 +35,6 @@ from vdpp_core.errors import ConfigError
 from vdpp_core.events import now
 from vdpp_core.files import Place
 
-PERIOD_S = 0.5
 LAST_WORDS_S = 5.0  # after a rank's last word, for the others to have theirs
 
 
@@ -51,7 +50,7 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         named = None
-        while not self.over.wait(PERIOD_S):
+        while not self.over.wait(progress.PERIOD_S):
             if self.place.is_gone():
                 self.leave()
             with contextlib.suppress(OSError, psutil.Error):  # a file or a process that has just gone
@@ -84,13 +83,13 @@ def supervise(folder: Path, others: Others | None = None) -> None:
         watchdog = Watchdog(folder, place, leave)
         settle = partial(_settle, place, folder, others)
         watchdog.start()
-        exits: dict[int, str] = {}
+        exits: dict[int, int] = {}
         try:
             if others is not None:
                 others.meet()
             elastic_launch(_agent(folder, others), sys.executable)("-m", "vdpp_core", "run", str(folder))
         except ChildFailedError as error:
-            exits = {rank: _words(failure.exitcode) for rank, failure in error.failures.items()}
+            exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException:
             end_children()
             settle(reason="stopped")
@@ -140,13 +139,6 @@ def _alone(config: RunConfig) -> dict[str, Any]:
         "rdzv_backend": loopback.BACKEND,
         "local_addr": loopback.ADDRESS,
     }
-
-
-def _words(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"ended with exit code {exitcode}"
-    known = {number.value: number.name for number in signal.Signals}
-    return f"killed by {known.get(-exitcode, f'signal {-exitcode}')}"
 
 
 def _told_to_end(number: int, _: FrameType | None) -> None:

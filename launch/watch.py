@@ -40,7 +40,8 @@ def page(job: Job | Sweep) -> str:
         head = _bar(job.run_id, progress["runs_finished"] / total, f"{progress['runs_finished']} of {total} runs")
         run = progress["run"]
         return head + (_run(run["run_id"], run) if run else f"<p>{escape(progress['status'])}</p>")
-    return _run(job.run_id, progress)
+    disturbed = "".join(f"<p>disturbed: {escape(line)}</p>" for line in job.disturbed())
+    return _run(job.run_id, progress) + disturbed
 
 
 def _run(run_id: str, progress: dict[str, Any]) -> str:

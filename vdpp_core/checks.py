@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pandas as pd
 
 from vdpp_core import costs, machine, rates, tables
@@ -65,14 +66,14 @@ def _video(config: RunConfig) -> str:
 
 def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
     """Predictions beside the makespan and the mean latency of finished runs, in seconds. Runs of another UNet, device,
-    type or number of threads than the one that the rates are known from are left out."""
+    type or number of threads than the one that the rates are known from are left out, and so are disturbed ones."""
     found = []
     for folder in folders:
         try:
             config, result = rates.finished(folder)
         except ConfigError:
             continue
-        if rates.setting_of(config, result) != known.setting:
+        if rates.setting_of(config, result) != known.setting or (result.get("disturbed") and folder.name != known.on):
             continue
         foretold = rates.predict(config, known).numbers()
         found.append(
@@ -91,13 +92,19 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
                 "calibrated on": folder.name == known.on,
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(found) if found else _nothing()
+
+
+def _nothing() -> pd.DataFrame:
+    """Of what can be asked of no runs as of some."""
+    return pd.DataFrame({"run": [], "layout": [], "error": np.array([]), "calibrated on": np.array([], dtype=bool)})
 
 
 def among(folders: Sequence[Path]) -> pd.DataFrame:
     """`against_runs` of runs that were made here. Those of a sweep, or of no sweep, of one setting and one video are
     foretold from one plain run of them: on another day a machine may be another one. A step pipeline of many samples
-    is preferred: it has ranks that are alone for a while, so it also tells what others do to them."""
+    is preferred: it has ranks that are alone for a while, so it also tells what others do to them. Disturbed runs are
+    left out."""
     groups: dict[tuple[Path, str, tuple[int, ...]], list[Path]] = {}
     for folder in folders:
         try:
@@ -105,6 +112,8 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
             machine.check_model(config)
         except ConfigError:
             continue  # not a run that something can be learned from
+        if result.get("disturbed"):
+            continue
         key = folder.parent, rates.setting_of(config, result), config.shape
         groups.setdefault(key, []).append(folder)
     compared = []
@@ -113,4 +122,4 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
         if len(group) > 1 and plain:
             best = max(plain, key=lambda folder: (plain[folder].layout.pp > 1, plain[folder].num_samples))
             compared.append(against_runs(group, rates.from_run(best)))
-    return pd.concat(compared, ignore_index=True) if compared else pd.DataFrame()
+    return pd.concat(compared, ignore_index=True) if compared else _nothing()

@@ -18,6 +18,7 @@ from vdpp_core import conditioning, gathering, machine, memory, origin, processe
 from vdpp_core.conditioning import Conditioning
 from vdpp_core.config import RunConfig
 from vdpp_core.denoise import Denoiser
+from vdpp_core.disturbed import Surroundings
 from vdpp_core.events import EventLog
 from vdpp_core.files import FullDiskError
 from vdpp_core.guard import Guard
@@ -53,13 +54,14 @@ def run(config: RunConfig) -> Path:
 def execute(folder: Path, ranks: Ranks, guarded: bool = True) -> None:
     """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end. Ranks agree on its name."""
     config = RunConfig.read(folder)
+    surroundings = Surroundings(config, ranks.local_world_size, counts=ranks.local_rank == 0)
     with (
         EventLog(folder, ranks.rank) as log,
-        Guard(folder, log, ranks.under_torchrun) if guarded else nullcontext(),
+        Guard(folder, log, surroundings, ranks.under_torchrun) if guarded else nullcontext(),
     ):
         try:
             with joined(config, ranks, folder.name) as world:
-                _Rank(config, folder, ranks, world, log).work()
+                _Rank(config, folder, ranks, world, log, surroundings).work()
                 world.barrier()
                 gathering.finish(config, folder, ranks, log)
         except BaseException as error:
@@ -80,8 +82,11 @@ def _last_words(error: BaseException) -> dict[str, Any]:
 class _Rank:
     """One rank's part of a run, in the order in which it happens."""
 
-    def __init__(self, config: RunConfig, folder: Path, ranks: Ranks, world: World, log: EventLog) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, ranks: Ranks, world: World, log: EventLog, surroundings: Surroundings
+    ) -> None:
         self.config, self.folder, self.ranks, self.world, self.log = config, folder, ranks, world, log
+        self.surroundings = surroundings
         self.steps, self.todo = config.stages()[world.place.stage], resuming.work(folder, config)
         self.samples = config.samples(world.place.replica, self.todo.latents)
         self.padding = config.padding(world.place.replica, self.todo.latents)
@@ -137,12 +142,13 @@ class _Rank:
         self.phase = "warming up"
         if self.busy:
             self._warm_up()
+        around = self.surroundings.begin()
         self.world.barrier()
-        self.log.write("clock")
+        self.log.write("clock", **around)
         self.phase = "running"
         if self.busy:
             self._denoise([*self.samples, *[None] * self.padding], self._noise, self._finish)
-        facts: dict[str, Any] = {"memory": self.meter.peak()}
+        facts: dict[str, Any] = {"memory": self.meter.peak(), **self.surroundings.so_far()}
         if self.config.command == "generate":
             self.phase = "decoding"
             self._make_videos()

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -32,14 +33,29 @@ _FACTS = {  # what readers rely on, beside t, rank and kind
     "comparing": {"sample", "step"},
     "official": {"sample", "equal_latents", "equal_frames", "max_latent_difference", "max_frame_difference"},
 }
-_NUMBERS = ("t", "seconds", "created", "sent_bytes")
-_WHOLE = ("rank", "sample", "step", "pid", "threads")
+_NUMBERS = ("t", "seconds", "created", "sent_bytes", "asleep_s")
+_WHOLE = ("rank", "sample", "step", "pid", "threads", "other_ranks")
 _OBJECTS = ("memory", "decode_memory", "predicted_memory", "oom")
 
 
 def now() -> float:
     """Seconds since 1970 on the monotonic clock, which the processes of one machine share."""
     return _EPOCH + time.perf_counter()
+
+
+def clock_starts(events: Sequence[Event]) -> dict[int, float]:
+    """Rank -> t at which the clock started on its machine.
+
+    All ranks start it on leaving one barrier; each machine's times count from its own start, for their clocks differ.
+    """
+    host = {event["rank"]: event.get("host") for event in events if event["kind"] == "start"}
+    zero: dict[str | None, float] = {}
+    for event in events:
+        if event["kind"] == "clock":
+            place = host.get(event["rank"])
+            zero[place] = min(zero.get(place, event["t"]), event["t"])
+    ranks = {event["rank"] for event in events}
+    return {rank: zero[host.get(rank)] for rank in ranks if host.get(rank) in zero}
 
 
 class EventLog:

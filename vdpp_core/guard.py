@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from vdpp_core import results, runfolder
+from vdpp_core.disturbed import Surroundings
 from vdpp_core.errors import ConfigError
 from vdpp_core.events import EventLog
 from vdpp_core.files import Place
-from vdpp_core.progress import Stall, Watchdog
+from vdpp_core.progress import PERIOD_S, Stall, Watchdog
 
-PERIOD_S = 0.5
 PATIENCE_S = 3.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -26,9 +26,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Guard(threading.Thread):
     """A thread, since the main one may wait inside a communicator, where no Python signal handler runs."""
 
-    def __init__(self, folder: Path, log: EventLog, follow_parent: bool) -> None:
+    def __init__(self, folder: Path, log: EventLog, surroundings: Surroundings, follow_parent: bool) -> None:
         super().__init__(daemon=True)
-        self.folder, self.log = folder, log
+        self.folder, self.log, self.surroundings = folder, log, surroundings
         self.parent = os.getppid() if follow_parent else None
         self.watchdog, self.place = Watchdog(folder), Place(folder / "events")
         self.stopped = False
@@ -65,6 +65,8 @@ class Guard(threading.Thread):
                 self._end(1, "terminated", signal="the launcher is gone")
             elif stall := self._stall():
                 self._end(1, "error", error=stall.cause, blamed=stall.rank)
+            else:
+                self.surroundings.look()
 
     def _stall(self) -> Stall | None:
         with contextlib.suppress(OSError):  # a file that has just gone

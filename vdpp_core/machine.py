@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,13 @@ def cards(config: RunConfig, local_ranks: int) -> range:
 
 def cores() -> int:
     """Cores that this process may use."""
-    return (
-        len(psutil.Process().cpu_affinity() or ()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
-    )
+    return len(_cores_of(psutil.Process()))
+
+
+def _cores_of(process: psutil.Process) -> set[int]:
+    if hasattr(process, "cpu_affinity"):
+        return set(process.cpu_affinity() or ())
+    return set(range(os.cpu_count() or 1))
 
 
 def threads(config: RunConfig, local_ranks: int) -> int:
@@ -75,13 +80,12 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     """What is to be said before a run starts on so many ranks of this machine, about its cores and its disk."""
     found = []
     if device_type(config) == "cpu":
-        others, each = ranks_at_work(), threads(config, local_ranks)
+        each = threads(config, local_ranks)
         if local_ranks * each > cores():
             found.append(f"{local_ranks} × {each} threads on {cores()} cores: ranks take turns, and times say little")
-        elif others and local_ranks * each + others > cores():
-            found.append(
-                f"{others} ranks of other runs are at work on these {cores()} cores: this one will take longer"
-            )
+        elif others := in_the_way(config, local_ranks):
+            at_work = f"{ranks_of_other_runs(others)} {'is' if others == 1 else 'are'} at work on these {cores()} cores"
+            found.append(f"{at_work}: this one will take longer")
     needed = config.num_samples * math.prod(config.shape) * element_size(config) * config.save_latents
     place = (config.output_dir or Path.cwd()).absolute()
     free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
@@ -92,10 +96,42 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     return found
 
 
+def in_the_way(config: RunConfig, local_ranks: int) -> int:
+    """Ranks of other runs that a run on so many ranks of this machine takes turns with: none where there are cores for
+    all of them, or GPUs."""
+    if device_type(config) != "cpu":
+        return 0
+    others = ranks_at_work()
+    return others if local_ranks * threads(config, local_ranks) + others > cores() else 0
+
+
+def ranks_of_other_runs(number: int) -> str:
+    return "1 rank of another run" if number == 1 else f"{number} ranks of other runs"
+
+
 def ranks_at_work() -> int:
-    """Ranks of other runs on this machine, of this user or another."""
-    running = (process for process in psutil.process_iter(["cmdline"]) if process.pid != os.getpid())
-    return sum(_is_rank(process.info["cmdline"] or []) for process in running)
+    """Ranks of other runs, of this user or another, that share cores with this process."""
+    ranks = (process for process in psutil.process_iter(["cmdline"]) if _is_rank(process.info["cmdline"] or []))
+    return sum(map(_is_in_company, ranks))
+
+
+def _is_in_company(process: psutil.Process) -> bool:
+    """Whether a rank belongs to another run than this process and may use a core that this one may use."""
+    try:
+        if process.pid == os.getpid() or not _cores_of(psutil.Process()) & _cores_of(process):
+            return False
+        meeting = _meeting_place(os.environ)
+        return meeting is None or _meeting_place(process.environ()) != meeting
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True  # another user's
+
+
+def _meeting_place(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """What the ranks of one run, and no others, have in common; None outside of torchrun."""
+    found = tuple(environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+    return found if environment.get("MASTER_PORT") else None
 
 
 def _is_rank(command: list[str]) -> bool:

@@ -29,6 +29,13 @@ def keep_freed_memory(keep: bool) -> None:
         library.mallopt(_M_MMAP_THRESHOLD, _MOST_FOR_MMAP if keep else 2**16)
 
 
+def asleep_s() -> float:
+    """Seconds that this machine has slept, up to a constant; the clock of all other times stands still in sleep. Where
+    no clock goes on in sleep this is the constant alone."""
+    awake_or_not = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # on a Mac the latter goes on
+    return time.clock_gettime(awake_or_not) - time.perf_counter()
+
+
 class Stopwatch:
     """Seconds of one span of work on a device: CUDA events on CUDA, the wall clock elsewhere.
 

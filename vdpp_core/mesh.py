@@ -1,4 +1,4 @@
-"""This process among the ranks: process group, device, threads. The only place that reads torchrun's variables."""
+"""This process among the ranks: process group, device, threads. The only place that acts on torchrun's variables."""
 
 from __future__ import annotations
 

@@ -13,12 +13,14 @@ from typing import Any
 from vdpp_core import resuming, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.events import Event, Follower, now
+from vdpp_core.layout import Parallel
 from vdpp_core.resuming import Work
 
 ENDS = ("done", "error", "terminated")
 AT_WORK, WAITS = "at work", "waits"
 LEAST_SILENCE_S = 2.0  # before anything is called a stall: a busy machine makes anybody silent for a moment
-FROZEN_S = 10.0  # between two looks of a watchdog, of which there are two a second
+PERIOD_S = 0.5  # between two looks of who watches
+JITTER_S = 0.05  # by which a look may be late
 KEPT = 100  # of a rank's latest events
 RECENT = 20  # steps, from which a rank's own pace is taken
 _VIDEOS = ("decode", "chunk", "video", "comparing", "official")
@@ -107,10 +109,34 @@ class Stall:
         return words
 
 
+class Standstills:
+    """When a watcher itself stood still: what lay between two of its looks beyond its period. It may have been the
+    machine that did, and silence in that time counts for nobody."""
+
+    def __init__(self) -> None:
+        self.last: float | None = None
+        self.found: list[tuple[float, float]] = []  # from, until
+
+    def look(self, at: float, forget: float = 0.0) -> None:
+        """Note a look; whoever is asked about was heard after `forget`."""
+        if self.last is not None and at - self.last > PERIOD_S + JITTER_S:
+            self.found.append((self.last + PERIOD_S, at))
+        self.last = at
+        self.found = [still for still in self.found if still[1] > forget]
+
+    def silence_s(self, heard: float, at: float) -> float:
+        """Seconds since something was heard at which the watcher was awake."""
+        return at - heard - sum(until - max(begin, heard) for begin, until in self.found if until > heard)
+
+
 def look(
-    config: RunConfig, work: Work, events: Sequence[Event], at: float | None = None, since: float = 0.0
+    config: RunConfig,
+    work: Work,
+    events: Sequence[Event],
+    at: float | None = None,
+    still: Standstills | None = None,
 ) -> Stall | None:
-    """The rank that is stalled at a time (default: now), if one is. Silence counts from `since` on.
+    """The rank that is stalled at a time (default: now), if one is. What `still` holds is no silence.
 
     A rank is late when it is silent for `stall_steps` of its own steps. One that is stopped is named first, then the
     one at work that fell silent first: those that wait are late because of others. Where all of this machine's wait,
@@ -123,9 +149,10 @@ def look(
         if event["rank"] not in away:
             logs[event["rank"]].append(event)
     last = {rank: log[-1] for rank, log in logs.items() if log[-1]["kind"] not in ENDS}
-    heard = {rank: max(event["t"], since) for rank, event in last.items()}
+    still = still or Standstills()
+    silence = {rank: still.silence_s(event["t"], at) for rank, event in last.items()}
     step_s = {rank: _step_s(logs[rank]) for rank in last}
-    late = [rank for rank in last if at - heard[rank] > max(LEAST_SILENCE_S, config.stall_steps * step_s[rank])]
+    late = [rank for rank in last if silence[rank] > max(LEAST_SILENCE_S, config.stall_steps * step_s[rank])]
     late.sort(key=lambda rank: last[rank]["t"])
     started = all(any(event["kind"] == "clock" for event in log) for log in logs.values())
     states = {rank: _state(rank, last[rank], config, work) for rank in last if started}
@@ -133,13 +160,13 @@ def look(
     at_work = [rank for rank in late if states.get(rank) == AT_WORK]
     stuck = [rank for rank in late if states.get(rank)] if len(late) == len(last) else []
     elsewhere = [other for rank in stuck for other in needed(config, rank, last[rank]) if other not in logs]
-    silent = late and len(late) == len(last) and at - max(heard.values()) > runfolder.PATIENCE_S
+    silent = late and len(late) == len(last) and min(silence.values()) > runfolder.PATIENCE_S
     culprits = stopped or elsewhere or at_work or stuck or (late if silent else [])
     if not culprits:
         return None
     rank = culprits[0]
-    own, stage = logs.get(rank) or logs[late[0]], config.stages()[config.layout.place(rank).stage]
-    silent_s = at - max(own[-1]["t"], since)
+    heard = rank if rank in logs else late[0]
+    own, stage, silent_s = logs[heard], config.stages()[config.layout.place(rank).stage], silence[heard]
     longest = max(step_s[other] for other in late)
     limit_s = max(config.timeout_s, (5 if rank in stopped + at_work else 3 * config.total_steps) * longest)
     waiting = tuple(sorted(set(late) - {rank}))
@@ -176,13 +203,19 @@ def needed(config: RunConfig, rank: int, last: Event) -> list[int]:
     replica, stage, member = layout.place(rank)
     steps = config.stages()[stage]
     if last["kind"] == "take" or (last["kind"] in ("step", "pad") and last["step"] != steps[-1]):
-        replicas = range(layout.dp) if layout.fsdp else [replica]
-        return [layout.rank(each, stage, mate) for each in replicas for mate in range(layout.lockstep)]
+        return mates(layout, rank)
     if last["kind"] in ("step", "pad") and stage + 1 < layout.pp:
         return [layout.rank(replica, stage + 1, member)]
     if last["kind"] in ("clock", "send", "sample", "step", "pad") and stage > 0:
         return [layout.rank(replica, stage - 1, member)]
     return list(range(layout.world_size))  # all ranks meet: before the clock, before decoding, at the end
+
+
+def mates(layout: Parallel, rank: int) -> list[int]:
+    """The ranks that compute each of their steps together with this one, itself among them."""
+    replica, stage, _ = layout.place(rank)
+    replicas = range(layout.dp) if layout.fsdp else [replica]
+    return [layout.rank(each, stage, mate) for each in replicas for mate in range(layout.lockstep)]
 
 
 def _step_s(own: Sequence[Event]) -> float:
@@ -198,7 +231,7 @@ class Watchdog:
         self.folder, self.config = folder, RunConfig.read(folder)
         self.work, self.follower = resuming.work(folder, self.config), Follower(folder)
         self.logs: dict[int, list[Event]] = defaultdict(list)
-        self.next_look, self.last_poll, self.since = 0.0, now(), 0.0
+        self.next_look, self.still = 0.0, Standstills()
 
     def events(self) -> list[Event]:
         """Of each rank the first ones, until the clock, and the latest ones: what `look` wants to know."""
@@ -210,14 +243,15 @@ class Watchdog:
         return sorted((event for log in self.logs.values() for event in log), key=lambda event: event["t"])
 
     def look(self, silence_s: float = LEAST_SILENCE_S) -> Stall | None:
-        """A stall, if one is seen now; nothing is read as long as every rank wrote something within `silence_s`."""
-        began = now()
-        if began - self.last_poll > FROZEN_S:  # all of this machine stood still, and nobody is to blame
-            self.since = began
-        self.last_poll = began
-        if began < self.next_look or runfolder.longest_silence_s(self.folder) < silence_s:
+        """A stall, if one is seen now; nothing is read as long as every rank wrote something within `silence_s`.
+
+        To be called every PERIOD_S.
+        """
+        began, longest_s = now(), runfolder.longest_silence_s(self.folder)
+        self.still.look(began, forget=began - longest_s - silence_s)
+        if began < self.next_look or longest_s < silence_s:
             return None
-        stall = look(self.config, self.work, self.events(), since=self.since)
+        stall = look(self.config, self.work, self.events(), still=self.still)
         self.next_look = now() + 20 * (now() - began)
         return stall
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from vdpp_core import costs, machine, results, runfolder, schedule, tables
+from vdpp_core import costs, disturbed, machine, results, runfolder, schedule, tables
 from vdpp_core.config import RunConfig
 from vdpp_core.costs import Cost
 from vdpp_core.errors import ConfigError
+from vdpp_core.events import Event
 from vdpp_core.layout import Parallel
-from vdpp_core.metrics import Array, Span, others_at_work
+from vdpp_core.metrics import Array, others_at_work
 from vdpp_core.schedule import Schedule, Seconds
 
 ALONE = (1, 2, 3)  # published rows of one card: any of them can be the one to calibrate on
+HICCUP = 3  # times the median of a rank's steps
 TOLD_APART = 0.5  # ranks more or less at work: from there on their effect can be seen
 WAITING = 5  # FSDP at 25 × 72 × 128 waited for its parameters, so the link carried at least that
 
@@ -154,32 +158,57 @@ def foretold(config: RunConfig, cost: Cost, rates: Rates, arrivals: ArrayLike = 
 
 
 def from_run(folder: Path, link: Link | None = None) -> Rates:
-    """What the ranks of a finished run computed in a second, what lies between their steps included.
+    """What the ranks of a finished run computed in a second, what lies between their steps included, hiccups left out.
 
-    On a CPU the steps of ranks that were alone for a while tell, too, by how much others slow them down.
+    On a CPU the steps of ranks that were alone for a while tell, too, by how much others slow them down. Where ranks of
+    other runs were at work beside it, the source says so: that is how fast the machine is in their company.
 
     Raises:
-        ConfigError: it did not finish, its ranks waited for each other within a step, or its model is gone.
+        ConfigError: it did not finish or was disturbed, its ranks waited for each other within a step, or its model is
+            gone.
     """
     config, result = finished(folder)
     if not is_plain(config.layout):
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
     machine.check_model(config)
     on_cpu = result["device"] == "cpu"
-    spans = results.measured_spans(runfolder.read_events(folder))
+    events = runfolder.read_events(folder)
+    spans = results.measured_spans(events)
     if len(spans) != config.num_samples * config.layout.pp:
         raise ConfigError("calibrate", folder, "must have the events of all of its samples")
-    sizes = np.array([len(config.stages()[config.layout.place(span.rank).stage]) for span in spans])
-    step, slowdown = _step_alone(spans, sizes) if on_cpu else (_mean_step(spans, sizes), 0.0)
+    cores = result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None
+    steady = _without_hiccups(events, crowd=1.0 if cores is None else max(1.0, config.layout.world_size / cores))
+    sizes = np.array([len(steady[span.rank, span.sample]) for span in spans])
+    each = np.array([fmean(steady[span.rank, span.sample] or [0.0]) for span in spans])
+    step, slowdown = _step_alone(others_at_work(spans), each, sizes) if on_cpu else (_mean_step(each, sizes), 0.0)
+    others = result.get("other_ranks_at_work")
     return Rates(
         costs.cost(config).flops / step,
         link or measured_link("cpu" if on_cpu else "cuda"),
-        f"measured: run {folder.name}",
+        f"measured: run {folder.name}" + (f" beside {machine.ranks_of_other_runs(others)}" if others else ""),
         on=folder.name,
         setting=setting_of(config, result),
-        cores=result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None,
+        cores=cores,
         slowdown=slowdown,
     )
+
+
+def _without_hiccups(events: Sequence[Event], crowd: float) -> dict[tuple[int, int], list[float]]:
+    """(rank, sample) -> seconds of its steps, from the end of one to the end of the next, without those far above the
+    rank's median. Of the others the mean says what a run takes; a median alone was 20 % off where steps vary.
+
+    Args:
+        crowd: how often as long a step may take while all ranks are at work.
+    """
+    seconds = {
+        place: [steps[0]["seconds"], *(after["t"] - before["t"] for before, after in itertools.pairwise(steps))]
+        for place, steps in results.measured_steps(events).items()
+    }
+    most: dict[int, float] = {}
+    for rank in {rank for rank, _ in seconds}:
+        own = itertools.chain.from_iterable(each for (other, _), each in seconds.items() if other == rank)
+        most[rank] = HICCUP * crowd * median(own)
+    return {place: [each for each in own if each <= most[place[0]]] for place, own in seconds.items()}
 
 
 def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
@@ -196,6 +225,8 @@ def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
             raise ConfigError("calibrate", folder, "must be a run that finished")
         if result.get("resumed"):
             raise ConfigError("calibrate", folder, "was resumed: its times are those of its last attempt alone")
+        if reason := disturbed.unfit(result):
+            raise ConfigError("calibrate", folder, f"was disturbed: {reason}; take another run, or run it again")
         told = result["parallel"], result["num_samples"], result["total_steps"]
         whole = told == (config.layout.model_dump(), config.num_samples, config.total_steps)
         if not whole or result["hardware"]["cores"] < 1 or min(result["threads_per_rank"]) < 1:
@@ -207,19 +238,23 @@ def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
     return config, result
 
 
-def _mean_step(spans: Sequence[Span], sizes: Array) -> float:
-    return float(sum(span.end - span.start for span in spans) / sizes.sum())
+def _mean_step(each: Array, sizes: Array) -> float:
+    return float(np.average(each, weights=sizes))
 
 
-def _step_alone(spans: Sequence[Span], sizes: Array) -> tuple[float, float]:
+def _step_alone(others: Array, each: Array, sizes: Array) -> tuple[float, float]:
     """Seconds of a step of a rank that is alone, and by which share each other one lengthens it: a straight line
-    through what was seen. Where all had the same company, the mean, and nothing of others."""
-    others = others_at_work(spans)
+    through what was seen. Where all had the same company, the mean, and nothing of others.
+
+    Args:
+        others: (spans,) ranks at work beside each span.
+        each: (spans,) seconds of a step, on average.
+        sizes: (spans,) how many steps that was.
+    """
     if np.ptp(others) < TOLD_APART:
-        return _mean_step(spans, sizes), 0.0
-    each = np.array([span.end - span.start for span in spans]) / sizes
+        return _mean_step(each, sizes), 0.0
     slope, alone = np.polyfit(others, each, 1, w=np.sqrt(sizes))
-    return (float(alone), float(slope / alone)) if slope > 0 else (_mean_step(spans, sizes), 0.0)
+    return (float(alone), float(slope / alone)) if slope > 0 else (_mean_step(each, sizes), 0.0)
 
 
 def published(row: int, link: Link | None = None) -> Rates:

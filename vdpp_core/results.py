@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import warnings
 from collections import defaultdict
@@ -10,37 +11,36 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vdpp_core import machine, metrics, resuming, runfolder, schedule
+from vdpp_core import disturbed, machine, metrics, resuming, runfolder, schedule
 from vdpp_core.config import RunConfig
-from vdpp_core.events import Event, Follower
+from vdpp_core.events import Event, Follower, clock_starts
 from vdpp_core.metrics import Span
 from vdpp_core.progress import ENDS, position
 
 
 def measured_spans(events: Sequence[Event]) -> list[Span]:
-    """One span for each sample on each rank, warm-up left out, in seconds since the clock started.
-
-    All ranks start it on leaving one barrier; each machine's time counts from its own start, for their clocks differ.
-    """
-    host = {event["rank"]: event.get("host") for event in events if event["kind"] == "start"}
-    zero: dict[str | None, float] = {}
-    for event in sorted((event for event in events if event["kind"] == "clock"), key=lambda event: event["t"]):
-        zero.setdefault(host.get(event["rank"]), event["t"])
-    steps: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for event in events:
-        if event["kind"] == "step" and event["sample"] >= 0:
-            steps[event["rank"], event["sample"]].append(event)
+    """One span for each sample on each rank, warm-up left out, in seconds since the clock started."""
+    zero = clock_starts(events)
     return [
         Span(
             rank,
             sample,
-            start=part[0]["t"] - part[0]["seconds"] - zero[host.get(rank)],
-            end=part[-1]["t"] - zero[host.get(rank)],
+            start=part[0]["t"] - part[0]["seconds"] - zero[rank],
+            end=part[-1]["t"] - zero[rank],
             busy=sum(event["seconds"] for event in part),
         )
-        for (rank, sample), part in steps.items()
-        if host.get(rank) in zero
+        for (rank, sample), part in measured_steps(events).items()
+        if rank in zero
     ]
+
+
+def measured_steps(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
+    """(rank, sample) -> the events of its steps there, warm-up left out."""
+    steps: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "step" and event["sample"] >= 0:
+            steps[event["rank"], event["sample"]].append(event)
+    return steps
 
 
 def write(folder: Path, outcome: str, failure: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -67,6 +67,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     memory = {event["rank"]: event["memory"] for event in events if event["kind"] == "done"}
     sent = {event["rank"]: event["sent_bytes"] / 1e9 for event in events if "sent_bytes" in event}
     peaks = [memory[rank]["allocated_gb"] for rank in sorted(memory)]
+    hardware = machine.hardware()
     return {
         "run_id": folder.name,
         "outcome": None,
@@ -82,6 +83,8 @@ def summarise(folder: Path) -> dict[str, Any]:
         "samples_finished": len(work.kept) + numbers["samples_finished"],
         "resumed": {"attempt": work.attempt, "samples_kept": len(work.kept)} if work.attempt > 1 else None,
         "damaged": log.damaged,
+        "disturbed": disturbed.reasons(config, events, hardware["cores"]),
+        "other_ranks_at_work": disturbed.other_ranks(events),
         **_waits(events, config, work.latents),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
@@ -95,7 +98,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "backend": next((event["backend"] for event in started.values()), None),
         "hosts": sorted({event["host"] for event in started.values() if "host" in event}),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "hardware": machine.hardware(),
+        "hardware": hardware,
         "versions": machine.versions(),
         "git_commit": machine.git_commit(),
     }
@@ -164,12 +167,13 @@ def _predicted(config: RunConfig, events: Sequence[Event], samples: int) -> dict
 
 
 def settle(
-    folder: Path, exits: Mapping[int, str] | None = None, reason: str | None = None, again: bool = False
+    folder: Path, exits: Mapping[int, int | str] | None = None, reason: str | None = None, again: bool = False
 ) -> dict[str, Any]:
     """Write the result of a run that did not reach its end, unless there is one already.
 
     Args:
-        exits: what the launcher saw of ranks that ended by themselves: rank -> how.
+        exits: what the launcher saw of ranks that ended by themselves: rank -> exit code, below 0 the signal that
+            killed it; or, in words, how.
         reason: what ended the run where no rank did: "stopped" by somebody, or the launcher's end.
         again: replace the account of a bad end that a rank gave before this one, when less was known.
     """
@@ -214,11 +218,12 @@ def all_ended(folder: Path) -> bool:
     return bool(starts) and all(start["rank"] in ended or runfolder.has_vanished(start) for start in starts)
 
 
-def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None:
+def first_cause(folder: Path, exits: Mapping[int, int | str]) -> dict[str, Any] | None:
     """The rank that failed first, where it was and why; None where every rank was ended from outside.
 
     In this order: the earliest error that is not the loss of another rank; a rank that is gone without a last word;
-    a rank without a last word that another one lost, or the only such where the lost one is not known; the first loss.
+    a rank without a last word that another one lost, or the only such where the lost one is not known; a rank killed by
+    SIGABRT, with which NCCL's watchdog ends those that wait for a lost one; the first loss.
     """
     config = RunConfig.read(folder)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in range(config.layout.world_size)}
@@ -234,6 +239,8 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
     gone += [rank for rank in silent if rank in starts and runfolder.has_vanished(starts[rank])]
     lost = {event.get("lost_rank") for event in errors}
     gone += [rank for rank in silent if rank in lost or (lost == {"unknown"} and len(silent) == 1)]
+    aborted = [rank for rank in gone if exits.get(rank) == -signal.SIGABRT]
+    gone = [rank for rank in gone if rank not in aborted]
     terminated = {event["rank"] for event in ends if event["kind"] == "terminated"}
     more: dict[str, Any] = {}
     told = [event["lost_rank"] for event in errors if event.get("lost_rank") in terminated]
@@ -242,14 +249,27 @@ def first_cause(folder: Path, exits: Mapping[int, str]) -> dict[str, Any] | None
         rank, cause = fault["blamed"] if "blamed" in fault else fault["rank"], fault["error"]
         more = {"oom": fault["oom"]} if "oom" in fault else {}
     elif gone:
-        rank, cause = gone[0], exits.get(gone[0], "ended without a word: killed, out of memory, or crashed")
+        rank, cause = gone[0], _ending(exits.get(gone[0], "ended without a word: killed, out of memory, or crashed"))
     elif told:
         rank, cause = told[0], "ended from outside by a signal"
+    elif aborted:
+        rank, cause = aborted[0], _ending(exits[aborted[0]])
     elif errors:
         rank, cause = errors[0]["rank"], errors[0]["error"]
     elif exits:
-        rank, cause = next(iter(exits.items()))
+        rank = min(exits, key=lambda rank: exits[rank] == -signal.SIGABRT)
+        cause = _ending(exits[rank])
     else:
         return None
     sample, step = position(by_rank[rank], config.stages()[config.layout.place(rank).stage])
     return {"rank": rank, "sample": sample, "step": step, "cause": cause, **more}
+
+
+def _ending(known: int | str) -> str:
+    """In words, how a process ended."""
+    if isinstance(known, str):
+        return known
+    if known >= 0:
+        return f"ended with exit code {known}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-known, f'signal {-known}')}"

@@ -43,6 +43,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "total_steps": config.total_steps,
                 "num_samples": config.num_samples,
                 "outcome": result["outcome"],
+                "disturbed": "; ".join(result.get("disturbed") or []) or None,
                 **_times({} if result.get("resumed") else result),
                 "sent_gb_per_step": max(result.get("lockstep_gb_per_step_per_rank") or [0.0]),
                 "limit_gib": float("nan") if config.memory_limit_gib is None else config.memory_limit_gib,
@@ -69,7 +70,7 @@ def published() -> dict[str, Any]:
 
 
 def source(folders: Sequence[Path]) -> str:
-    """The small print of a figure: hardware, device, threads, date and run ids."""
+    """The small print of a figure: hardware, device, threads, date, run ids, and how many runs were disturbed."""
     found = [(folder, result) for folder in folders if (result := runfolder.read_result(folder)) is not None]
     if not found:
         return "no finished run"
@@ -78,7 +79,9 @@ def source(folders: Sequence[Path]) -> str:
     ids = ", ".join(_short_id(folder) for folder, _ in found[:4]) + (f" and {len(found) - 4} more" * (len(found) > 4))
     machine_name = f"{machine.hardware_name(first['hardware'])}, {first['device']}, {first['dtype']}"
     per_rank = f"{'/'.join(map(str, threads))} thread(s) a rank"
-    return f"{machine_name}, {per_rank}; {first['date'][:10]}; runs {ids}"
+    disturbed = sum(bool(result.get("disturbed")) for _, result in found)
+    words = f"; {disturbed} of these runs {'was' if disturbed == 1 else 'were'} disturbed" if disturbed else ""
+    return f"{machine_name}, {per_rank}; {first['date'][:10]}; runs {ids}{words}"
 
 
 def _short_id(folder: Path) -> str:

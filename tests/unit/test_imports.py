@@ -55,6 +55,7 @@ LAYERS = [
         "vdpp_core.chrome_trace",
         "vdpp_core.conditioning",
         "vdpp_core.denoise",
+        "vdpp_core.disturbed",
         "vdpp_core.handoff",
         "vdpp_core.parallel.communicators",
         "vdpp_core.parallel.group",
@@ -99,7 +100,7 @@ LAYERS = [
 ]
 WITHOUT_RANKS = {
     *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *("events", "files", "origin", "processes", "progress", "resuming"),
+    *("disturbed", "events", "files", "origin", "processes", "progress", "resuming"),
     *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
     *("advice", "article", "checks", "chrome_trace", "estimates", "planner_plots", "predicting", "tables", "trace"),
     *("network", "waiting"),

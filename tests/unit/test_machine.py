@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -265,12 +267,68 @@ def before_start(monkeypatch, cores, at_work, **arguments):
         (4, 2, {"parallel": Parallel(pp=2), "threads": 1}, []),
         (2, 0, {"parallel": Parallel(pp=4)}, ["4 × 1 threads on 2 cores: ranks take turns"]),
         (4, 0, {"parallel": Parallel(pp=2), "threads": 3}, ["2 × 3 threads on 4 cores: ranks take turns"]),
-        (2, 1, {"parallel": Parallel(pp=2)}, ["1 ranks of other runs are at work on these 2 cores"]),
+        (2, 1, {"parallel": Parallel(pp=2)}, ["1 rank of another run is at work on these 2 cores: this one will take"]),
+        (
+            2,
+            3,
+            {"parallel": Parallel(pp=2)},
+            ["3 ranks of other runs are at work on these 2 cores: this one will"],
+        ),
     ],
 )
 def test_a_word_about_cores_that_are_not_there(monkeypatch, cores, at_work, arguments, said):
     lines = before_start(monkeypatch, cores, at_work, **arguments)
     assert [line.startswith(words) for line, words in zip(lines, said, strict=True)] == [True] * len(said)
+
+
+@contextmanager
+def like_a_rank(**environment):
+    """A process that looks like a rank and waits."""
+    command = [sys.executable, "-I", "-c", "input(print(flush=True))", "-m", "vdpp_core"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    try:
+        child.stdout.readline()
+        yield psutil.Process(child.pid)
+    finally:
+        child.communicate(b"\n")
+
+
+def test_a_rank_does_not_count_those_of_its_own_run(monkeypatch):
+    """Its siblings are there before it looks; those of a torchrun beside it have another place to meet."""
+    one = {"TORCHELASTIC_RUN_ID": "one", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with like_a_rank(**one) as sibling, like_a_rank(**one | {"MASTER_PORT": "2"}) as other, like_a_rank() as alone:
+        family = [sibling, other, alone]
+        for process in family:
+            process.info = {"cmdline": process.cmdline()}
+        monkeypatch.setattr(psutil, "process_iter", lambda _: family)
+        for name, value in one.items():
+            monkeypatch.setenv(name, value)
+        assert [process.pid for process in family if machine._is_in_company(process)] == [other.pid, alone.pid]
+        assert machine.ranks_at_work() == 2
+        monkeypatch.delenv("MASTER_PORT")  # a process that torchrun did not start has no siblings
+        assert machine.ranks_at_work() == 3
+
+
+def test_a_rank_on_other_cores_is_in_nobodys_way(monkeypatch):
+    with like_a_rank() as other:
+        assert machine._is_in_company(other)
+        monkeypatch.setattr(machine, "_cores_of", lambda process: {1} if process.pid == other.pid else {0})
+        assert not machine._is_in_company(other)
+
+
+@pytest.mark.parametrize(
+    ("cores", "at_work", "arguments", "in_the_way"),
+    [
+        (4, 2, {"device": "cpu", "threads": 1}, 0),
+        (4, 3, {"device": "cpu", "threads": 1}, 3),
+        (8, 1, {"device": "cpu"}, 1),  # all cores are its own
+        (1, 3, {"device": "cuda"}, 0),
+    ],
+)
+def test_ranks_are_in_the_way_where_cores_do_not_suffice(monkeypatch, cores, at_work, arguments, in_the_way):
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    monkeypatch.setattr(machine, "ranks_at_work", lambda: at_work)
+    assert machine.in_the_way(RunConfig(**arguments), local_ranks=2) == in_the_way
 
 
 def test_threads_are_shared_out_whatever_else_is_at_work(monkeypatch):

@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, checks, costs, engine, rates, runfolder, tables
+from vdpp_core import (
+    ConfigError,
+    Parallel,
+    RunConfig,
+    checks,
+    costs,
+    engine,
+    machine,
+    rates,
+    results,
+    runfolder,
+    tables,
+)
 from vdpp_core.metrics import Span, others_at_work
 from vdpp_core.rates import Link, Rates
 
@@ -113,6 +126,14 @@ def test_ranks_that_are_more_than_the_cores_share_them(change, num_samples, shar
     assert rates.shared(config, Rates(1e9, Link(1e9))).flops_per_s == 1e9
 
 
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """The runs of other tests, which may be at work meanwhile, are seen by nobody here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "ranks_at_work", lambda: 0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of three samples on one rank."""
@@ -166,7 +187,7 @@ def test_ranks_that_are_alone_for_a_while_tell_how_others_slow_them_down():
         Span(1, 1, 8.8, 12.8, 4.0),
     ]
     assert others_at_work(spans).tolist() == pytest.approx([0, 1, 1, 0])
-    alone, slowdown = rates._step_alone(spans, np.full(4, 4))
+    alone, slowdown = rates._step_alone(others_at_work(spans), np.array([1.0, 1.2, 1.2, 1.0]), np.full(4, 4))
     assert (alone, slowdown) == (pytest.approx(1.0), pytest.approx(0.2))
     known = Rates(costs.cost(TINY).flops / alone, Link(math.inf), cores=2.0, slowdown=slowdown)
     pipeline = TINY.replace(num_samples=2, total_steps=8, parallel=Parallel(pp=2))
@@ -179,9 +200,9 @@ def test_ranks_that_are_alone_for_a_while_tell_how_others_slow_them_down():
 
 def test_ranks_that_always_had_the_same_company_tell_nothing_of_it():
     together = [Span(rank, rank, 0.0, 4.8, 4.8) for rank in range(2)]
-    assert rates._step_alone(together, np.full(2, 4)) == (pytest.approx(1.2), 0.0)
+    assert rates._step_alone(others_at_work(together), np.full(2, 1.2), np.full(2, 4)) == (pytest.approx(1.2), 0.0)
     alone = [Span(0, 0, 0.0, 4.0, 4.0), Span(0, 1, 4.0, 8.0, 4.0)]
-    assert rates._step_alone(alone, np.full(2, 4)) == (pytest.approx(1.0), 0.0)
+    assert rates._step_alone(others_at_work(alone), np.full(2, 1.0), np.full(2, 4)) == (pytest.approx(1.0), 0.0)
 
 
 def test_what_cannot_be_calibrated_on(run, tmp_path):
@@ -195,6 +216,88 @@ def test_what_cannot_be_calibrated_on(run, tmp_path):
         rates.from_run(together)
     with pytest.raises(ConfigError, match=r"row 4: must be a published run of one card that finished: \(1, 2, 3\)"):
         rates.published(4)
+
+
+STEP_S = 0.1
+FACTS = {"host": "elsewhere", "pid": 1, "created": 0, "device": "cpu", "dtype": "float32", "backend": "gloo"}
+
+
+@pytest.fixture
+def written(tmp_path, write_events):
+    """written(name, seconds of each step, **facts of its end): a run of four samples of eight steps on one rank."""
+
+    def write(name: str, seconds: Sequence[float], **facts) -> Path:
+        shape = (1, 4, 3, 8, 8)
+        config = RunConfig(device="cpu", latent_shape=shape, total_steps=8, num_samples=4, output_dir=tmp_path / name)
+        folder, t = runfolder.create(config.for_ranks(1)), 0.0
+        events = [(-2.0, "start", FACTS | {"threads": 1}), (0.0, "clock", dict.fromkeys(facts, 0))]
+        for number, each in enumerate(seconds):
+            sample, step = divmod(number, 8)
+            t += each
+            events.append((t, "step", {"sample": sample, "step": step, "seconds": each}))
+            events += [(t, "sample", {"sample": sample})] * (step == 7)
+        write_events(folder, 0, *events, (t, "done", {"memory": {"allocated_gb": 1.0}, **facts}))
+        results.write(folder, "ok")
+        return folder
+
+    return write
+
+
+def test_a_disturbed_run_is_refused_and_left_out_of_comparisons(written):
+    steady = np.full(32, STEP_S)
+    calm, stopped = written("calm", steady), written("stopped", [*steady[:11], 20.0, *steady[12:]])
+    slept = written("slept", steady, asleep_s=60.0)
+    moment = "rank 0 took 20.0 s at sample 1, step 3 (usually 0.1 s)"
+    for folder, words in ((stopped, moment), (slept, "the machine slept for 60 s while it ran")):
+        with pytest.raises(ConfigError) as error:
+            rates.from_run(folder, Link(1e9))
+        assert str(error.value) == f"calibrate {folder}: was disturbed: {words}; take another run, or run it again"
+    known = rates.from_run(calm, Link(1e9))
+    assert checks.against_runs([calm, stopped, slept], known)["run"].tolist() == ["calm"]
+    assert checks.among([calm, stopped, slept]).empty  # nothing is left to compare with
+    again = written("again", steady)
+    assert checks.among([calm, stopped, slept, again])["run"].tolist() == ["calm", "again"]
+
+
+def test_a_run_beside_others_is_calibrated_on_and_says_so(written):
+    """Its steps are longer than alone, and stay so as long as the others are there."""
+    calm, beside = written("calm", np.full(32, STEP_S)), written("beside", np.full(32, 0.2), other_ranks=2)
+    known = rates.from_run(beside, Link(1e9))
+    assert known.source == "measured: run beside beside 2 ranks of other runs"
+    assert checks.against_runs([calm, beside], known)["run"].tolist() == ["calm", "beside"]
+    assert checks.against_runs([calm, beside], rates.from_run(calm, Link(1e9)))["run"].tolist() == ["calm"]
+    assert checks.among([calm, beside]).empty
+
+
+def test_rates_that_nothing_was_compared_with_are_unchecked(written):
+    known = rates.from_run(written("calm", np.full(32, STEP_S)), Link(1e9))
+    nothing = checks.against_runs([], known)
+    assert nothing.empty
+    assert known.checked(nothing).error is None
+
+
+@pytest.mark.parametrize("hiccup", [0.5, 1.9])
+def test_a_short_hiccup_moves_no_prediction(written, hiccup):
+    """Steps that vary by a few percent count as they are; one that took far longer counts for nothing."""
+    steps = STEP_S * np.random.default_rng(0).lognormal(0, 0.1, 32)
+    calm = rates.from_run(written("calm", steps), Link(1e9))
+    per_step = costs.cost(RunConfig.read(written("same", steps))).flops / calm.flops_per_s
+    assert per_step == pytest.approx(steps.mean(), rel=1e-9)
+    steps[13] = hiccup
+    moved = rates.from_run(written("hiccup", steps), Link(1e9))
+    assert moved.flops_per_s == pytest.approx(calm.flops_per_s, rel=0.01)
+
+
+def test_tables_and_small_print_name_disturbed_runs(written):
+    steady = np.full(32, STEP_S)
+    calm, beside = written("calm", steady), written("beside", steady, other_ranks=1)
+    slept = written("slept", steady, asleep_s=60.0, other_ranks=1)
+    company, slept_words = "1 rank of another run was at work on its cores", "the machine slept for 60 s while it ran"
+    told = tables.table([calm, beside, slept])["disturbed"].fillna("nothing").tolist()
+    assert told == ["nothing", company, f"{slept_words}; {company}"]
+    assert tables.source([calm]).endswith("runs calm")
+    assert tables.source([calm, beside]).endswith("runs calm, beside; 1 of these runs was disturbed")
+    assert tables.source([calm, beside, slept]).endswith("; 2 of these runs were disturbed")
 
 
 @pytest.mark.parametrize(

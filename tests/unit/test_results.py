@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def test_a_normal_end(finished):
     assert result["bubble"] == pytest.approx(3 / 7)
     assert result["handoff_wait_s_per_rank"] == pytest.approx([0.5, 3.0])
     assert result["steady_handoff_wait_share_per_rank"] == pytest.approx([0.25, 0.5])
+    assert (result["disturbed"], result["other_ranks_at_work"]) == ([], None)  # nobody looked for other ranks
     assert result["peak_memory_gb_per_rank"] == [0.5, 0.5]
     assert result["max_peak_memory_gb"] == 0.5
     assert (result["world_size"], result["parallel"]) == (2, Parallel(pp=2).model_dump())
@@ -175,6 +177,50 @@ def test_how_a_rank_ended_is_told_by_its_launcher(folder, write_events, gone):
     write_events(folder, 1, *start(1), (101.2, "terminated", {"signal": "SIGTERM"}))
     result = results.settle(folder, exits={0: "SIGKILL"})
     assert result["failure"] == {"rank": 0, "sample": 0, "step": 1, "cause": "SIGKILL"}
+
+
+ABORTED = -signal.SIGABRT
+
+
+@pytest.mark.parametrize(
+    ("ranks", "exits", "rank", "cause"),
+    [
+        (2, {0: ABORTED, 1: -signal.SIGKILL}, 1, "killed by SIGKILL"),
+        (2, {0: 3, 1: ABORTED}, 0, "ended with exit code 3"),
+        (3, {0: ABORTED, 1: ABORTED, 2: 1}, 2, "ended with exit code 1"),
+        (3, {0: ABORTED, 1: -signal.SIGSEGV, 2: -signal.SIGKILL}, 1, "killed by SIGSEGV"),
+        (8, dict.fromkeys(range(8), ABORTED) | {5: -signal.SIGKILL}, 5, "killed by SIGKILL"),
+        (8, dict.fromkeys(range(7), ABORTED), 7, "ended without a word: killed, out of memory, or crashed"),
+        (8, dict.fromkeys(range(8), ABORTED), 0, "killed by SIGABRT"),  # nobody else is there
+    ],
+)
+def test_ranks_that_the_watchdog_of_nccl_aborted_are_no_cause(ranks, exits, rank, cause, tmp_path, write_events, gone):
+    """They wait for one that is lost, and none of them has a last word."""
+    config = RunConfig(total_steps=8, num_samples=2, parallel=Parallel(pp=ranks), output_dir=tmp_path / "run")
+    folder = runfolder.create(config)
+    for each in range(ranks):
+        write_events(folder, each, *start(each, gone), (100.0, "take", {"sample": 0, "seconds": 0.0}))
+    failure = results.settle(folder, exits)["failure"]
+    assert (failure["rank"], failure["sample"], failure["cause"]) == (rank, 0, cause)
+
+
+def test_an_aborted_rank_comes_after_one_that_somebody_ended_and_before_losses(folder, write_events, gone):
+    write_events(folder, 0, *start(0, gone))
+    lost = (101.0, "error", {"error": "LostRankError: lost rank 0: closed", "lost_rank": 0})
+    write_events(folder, 1, *start(1), lost)
+    assert results.first_cause(folder, {0: ABORTED})["cause"] == "killed by SIGABRT"
+    three = RunConfig(total_steps=6, parallel=Parallel(pp=3), output_dir=folder.parent / "three")
+    folder = runfolder.create(three)
+    write_events(folder, 0, *start(0, gone))
+    write_events(folder, 1, *start(1, gone), (100.5, "terminated", {"signal": "SIGTERM"}))
+    write_events(folder, 2, *start(2), (101.0, "error", lost[2] | {"lost_rank": 1}))
+    assert results.first_cause(folder, {0: ABORTED})["rank"] == 1
+
+
+def test_of_ranks_that_were_all_told_to_end_the_one_that_was_not_aborted_is_named(folder, write_events):
+    for rank in range(2):
+        write_events(folder, rank, *start(rank), (101.0, "terminated", {"signal": "SIGTERM"}))
+    assert results.first_cause(folder, {0: ABORTED, 1: -signal.SIGKILL})["rank"] == 1
 
 
 def test_a_rank_that_was_blamed_by_another(folder, write_events):

@@ -41,9 +41,9 @@ def work(rank, sample, t, steps, end=None):
     )
 
 
-def look(of, *events, at, todo=None, since=0.0):
+def look(of, *events, at, todo=None):
     events = sorted((event for some in events for event in some), key=lambda event: event["t"])
-    return progress.look(of, Work(1, range(of.num_samples) if todo is None else todo), events, at, since)
+    return progress.look(of, Work(1, range(of.num_samples) if todo is None else todo), events, at)
 
 
 def test_a_rank_in_the_middle_of_its_steps():
@@ -131,10 +131,24 @@ def test_replicas_that_are_through_do_not_take_the_blame_for_others():
     assert stall.rank == 1
 
 
-def test_nobody_is_to_blame_for_a_machine_that_stood_still(tmp_path, write_events):
-    events = begun(0), work(0, 0, 100.0, [0])
-    assert look(config(), *events, at=500.0, since=495.0) is None
-    assert look(config(), *events, at=530.0, since=495.0).silent_s == pytest.approx(35.0)
+@pytest.mark.parametrize("freezes", [{}, {3: 8.1}, {3: 60.0}, {1: 4.0, 5: 9.9, 19: 0.7}, dict.fromkeys(range(21), 0.2)])
+def test_nobody_is_to_blame_for_the_time_in_which_the_watchdog_itself_stood_still(
+    freezes, tmp_path, write_events, monkeypatch
+):
+    """It looks twice a second; after some looks it stands still, and the next one comes later by so many seconds."""
+    one = config().replace(output_dir=tmp_path / "run", timeout_s=5)
+    write_events(runfolder.create(one), 0, *((e["t"], e["kind"], e) for e in [*begun(0), *work(0, 0, 100.0, [0])]))
+    t = heard = 101.0  # of a rank that takes a second a step
+    monkeypatch.setattr(progress, "now", lambda: t)
+    monkeypatch.setattr(runfolder, "longest_silence_s", lambda _: t - heard)
+    watchdog = progress.Watchdog(tmp_path / "run")
+    assert watchdog.over() is None
+    for number in range(20):
+        t += 0.5 + freezes.get(number, 0.0)
+        assert watchdog.over() is None, number
+    t += 0.5 + freezes.get(20, 0.0)
+    stall = watchdog.over()
+    assert (stall.rank, stall.silent_s) == (0, pytest.approx(10.5))
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"frames": 2}], ids=str)
