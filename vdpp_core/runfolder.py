@@ -164,7 +164,8 @@ def save_latents(folder: Path, sample: int, latents: Tensor, origin: str = "") -
         FullDiskError: there is no room for it.
     """
     tensor = latents.contiguous().cpu()
-    data = save({"latents": tensor}, metadata={"sha256": _digest(tensor), "origin": origin})
+    digests = f"{_digest(tensor)} {origin}".rstrip()  # one entry: safetensors writes several in no certain order
+    data = save({"latents": tensor}, metadata={"sha256": digests})
     files.write_whole(latents_path(folder, sample), lambda draft: draft.write_bytes(data))
 
 
@@ -186,7 +187,7 @@ def load_latents(folder: Path, sample: int) -> Tensor:
     path = latents_path(folder, sample)
     try:
         with safe_open(path, "pt") as file:
-            latents, told = file.get_tensor("latents"), (file.metadata() or {}).get("sha256")
+            latents, told = file.get_tensor("latents"), _digests(file)[0]
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, ValueError) as error:
@@ -199,7 +200,12 @@ def load_latents(folder: Path, sample: int) -> Tensor:
 def origin_of(folder: Path, sample: int) -> str:
     """The digest that a whole file of latents carries of what it was made from; empty where that was not recorded."""
     with safe_open(latents_path(folder, sample), "pt") as file:
-        return (file.metadata() or {}).get("origin", "")
+        return _digests(file)[1]
+
+
+def _digests(file: Any) -> tuple[str, str]:
+    numbers, _, origin = (file.metadata() or {}).get("sha256", "").partition(" ")
+    return numbers, origin
 
 
 def video_names(config: RunConfig, sample: int) -> list[str]:

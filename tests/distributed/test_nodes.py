@@ -210,6 +210,17 @@ def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: Wa
     wait_until(lambda: not machines.pids(), 15)
 
 
+@pytest.mark.again
+def test_a_folder_that_is_gone_on_one_machine_ends_the_run_on_both(machines: Machines, wait_until: WaitUntil):
+    folders = in_mid_run(machines, "gone", wait_until)
+    while folders[0].exists():
+        shutil.rmtree(folders[0], ignore_errors=True)
+    (result,) = results_of(folders[1:], wait_until, 15)
+    assert (result["outcome"], result["failure"]["rank"]) == ("failed", 0)
+    wait_until(lambda: not machines.pids(), 15)
+    assert not folders[0].exists()
+
+
 def samples_in(folder: Path) -> int:
     return sum(event["kind"] == "sample" for event in runfolder.read_events(folder))
 
