@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.browser.lab import chromium, lab
 from tests.doubles.checking import CALLS
+from vdpp_core import results, runfolder
 from vdpp_core.config import EXAMPLE_IMAGE, MODELS, RunConfig
 from vdpp_core.media import read_image
 from vdpp_core.runfolder import events_paths
@@ -120,14 +121,31 @@ def several_files(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def write_events_of(folder: Path, rank: int, *events: tuple[float, str, dict[str, Any]]) -> None:
+    lines = [json.dumps({"t": t, "rank": rank, "kind": kind, **facts}) for t, kind, facts in events]
+    path = folder / "events" / f"rank-{rank}.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    assert path in events_paths(folder)
+
+
 @pytest.fixture
 def write_events() -> Callable[..., None]:
     """write_events(folder, rank, (t, kind, facts), …): the events of a rank, as the rank itself would write them."""
+    return write_events_of
 
-    def write(folder: Path, rank: int, *events: tuple[float, str, dict[str, Any]]) -> None:
-        lines = [json.dumps({"t": t, "rank": rank, "kind": kind, **facts}) for t, kind, facts in events]
-        path = folder / "events" / f"rank-{rank}.jsonl"
-        path.write_text("".join(f"{line}\n" for line in lines))
-        assert path in events_paths(folder)
 
-    return write
+def write_run(root: Path, name: str, config: RunConfig, step_s: float, stopped_s: float = 0.0) -> Path:
+    """A run that finished, of one rank, each step of which took so many seconds, and the last one more."""
+    folder = runfolder.create(config.replace(output_dir=root / "runs" / name))
+    facts = {"host": "elsewhere", "pid": 1, "created": 0, "device": "cpu", "dtype": "float32", "backend": "gloo"}
+    events: list[tuple[float, str, dict[str, Any]]] = [(0.0, "start", facts | {"threads": 1}), (1.0, "clock", {})]
+    t, steps = 1.0, [(sample, step) for sample in range(config.num_samples) for step in range(config.total_steps)]
+    for sample, step in steps:
+        seconds = step_s + stopped_s * ((sample, step) == steps[-1])
+        t += seconds
+        events.append((t, "step", {"sample": sample, "step": step, "seconds": seconds}))
+        if step == config.total_steps - 1:
+            events.append((t, "sample", {"sample": sample}))
+    write_events_of(folder, 0, *events, (t, "done", {"memory": {"allocated_gb": 1.0}}))
+    results.write(folder, "ok")
+    return folder

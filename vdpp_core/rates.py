@@ -157,17 +157,20 @@ def foretold(config: RunConfig, cost: Cost, rates: Rates, arrivals: ArrayLike = 
     return planned
 
 
-def from_run(folder: Path, link: Link | None = None) -> Rates:
+def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = False) -> Rates:
     """What the ranks of a finished run computed in a second, what lies between their steps included, hiccups left out.
 
     On a CPU the steps of ranks that were alone for a while tell, too, by how much others slow them down. Where ranks of
     other runs were at work beside it, the source says so: that is how fast the machine is in their company.
 
+    Args:
+        though_disturbed: take a disturbed run, too, and let the source say what disturbed it.
+
     Raises:
         ConfigError: it did not finish or was disturbed, its ranks waited for each other within a step, or its model is
             gone.
     """
-    config, result = finished(folder)
+    config, result = finished(folder, though_disturbed)
     if not is_plain(config.layout):
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
     machine.check_model(config)
@@ -181,11 +184,12 @@ def from_run(folder: Path, link: Link | None = None) -> Rates:
     sizes = np.array([len(steady[span.rank, span.sample]) for span in spans])
     each = np.array([fmean(steady[span.rank, span.sample] or [0.0]) for span in spans])
     step, slowdown = _step_alone(others_at_work(spans), each, sizes) if on_cpu else (_mean_step(each, sizes), 0.0)
-    others = result.get("other_ranks_at_work")
+    others, reason = result.get("other_ranks_at_work"), disturbed.unfit(result)
+    company = f" beside {machine.ranks_of_other_runs(others)}" if others else ""
     return Rates(
         costs.cost(config).flops / step,
         link or measured_link("cpu" if on_cpu else "cuda"),
-        f"measured: run {folder.name}" + (f" beside {machine.ranks_of_other_runs(others)}" if others else ""),
+        f"measured: run {folder.name}{company}" + (f", which was disturbed: {reason}" if reason else ""),
         on=folder.name,
         setting=setting_of(config, result),
         cores=cores,
@@ -211,11 +215,11 @@ def _without_hiccups(events: Sequence[Event], crowd: float) -> dict[tuple[int, i
     return {place: [each for each in own if each <= most[place[0]]] for place, own in seconds.items()}
 
 
-def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
+def finished(folder: Path, though_disturbed: bool = False) -> tuple[RunConfig, dict[str, Any]]:
     """Configuration and result of a run that finished.
 
     Raises:
-        ConfigError: it did not, or what is left of it is damaged.
+        ConfigError: it did not, it was disturbed, or what is left of it is damaged.
     """
     if not isinstance(folder, Path):
         raise ConfigError("calibrate", folder, "must be the Path of a run folder")
@@ -225,7 +229,7 @@ def finished(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
             raise ConfigError("calibrate", folder, "must be a run that finished")
         if result.get("resumed"):
             raise ConfigError("calibrate", folder, "was resumed: its times are those of its last attempt alone")
-        if reason := disturbed.unfit(result):
+        if (reason := disturbed.unfit(result)) and not though_disturbed:
             raise ConfigError("calibrate", folder, f"was disturbed: {reason}; take another run, or run it again")
         told = result["parallel"], result["num_samples"], result["total_steps"]
         whole = told == (config.layout.model_dump(), config.num_samples, config.total_steps)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import launch
 from launch import pages
+from tests.conftest import write_run
 from tests.notebooks.conftest import NOTEBOOKS, PREDICTING, SMALL, assert_renders, read, texts
+from vdpp_core import ConfigError, Parallel, RunConfig, checks, planner_plots, rates, runfolder, tables
+
+NOTEBOOKS_OF = {path.stem: path for path in NOTEBOOKS}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -92,6 +98,35 @@ def test_the_planner_foretells_published_times_and_runs_that_are_here(executed: 
     assert "error of the makespan, median" in shown
     assert "47 figures, 20 hold" in shown
     assert "<td>9.33</td>" in shown  # a corrected bound
+
+
+def test_the_planner_says_so_where_all_runs_were_disturbed(tmp_path: Path, monkeypatch, capsys):
+    """Also its own, made where there are none: a sentence, and no figure."""
+    monkeypatch.chdir(tmp_path)
+    short = RunConfig(num_samples=2, total_steps=3, device="cpu", parallel=Parallel())
+    stopped = [launch.Job(write_run(tmp_path, name, short, 0.1, stopped_s=20.0)) for name in "ab"]
+    stub = SimpleNamespace(sweep=lambda _: SimpleNamespace(jobs=stopped), watch=lambda _: None)
+    cells = [cell.source for cell in read(NOTEBOOKS_OF["04_planner"]).cells]
+    compare = next(number for number, source in enumerate(cells) if "checks.among(" in source)
+    names = {"launch": stub, "checks": checks, "runfolder": runfolder, "planner_plots": planner_plots}
+    names |= {"tables": tables, "RunConfig": RunConfig, "Parallel": Parallel}
+    for source in cells[compare : compare + 2]:
+        exec(source, names)
+    assert capsys.readouterr().out.startswith("No two undisturbed runs of one kind are here: ")
+    assert names["figure"] is None
+
+
+def test_the_planner_takes_no_disturbed_run_to_calibrate_on(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    short = RunConfig(num_samples=2, total_steps=3, device="cpu", parallel=Parallel())
+    write_run(tmp_path, "stopped", short, 0.1, stopped_s=20.0)
+    source = next(cell.source for cell in read(NOTEBOOKS_OF["04_planner"]).cells if "rates.from_run(" in cell.source)
+    names = {"launch": launch, "checks": checks, "rates": rates, "RunConfig": RunConfig, "ConfigError": ConfigError}
+    exec(source, names | {"CALIBRATE": "stopped", "MODEL": "svd"})
+    said = capsys.readouterr().out
+    assert "was disturbed: rank 0 took 20.1 s at sample 1, step 2" in said
+    assert "The published row is taken instead.\n" in said
+    assert "one A5000 at 14 × 72 × 128" in said
 
 
 def test_the_lab_runs_what_its_panel_would_and_foretells_one_layout_from_another(executed: Callable[[str], Any]):

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from vdpp_core import Parallel, RunConfig, disturbed, machine
+from vdpp_core import Parallel, RunConfig, disturbed, engine, machine, runfolder
 from vdpp_core.schedule import IN_FLIGHT
 
 CORES = 64
@@ -281,3 +281,13 @@ def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch
     assert seen == []
     another = disturbed.Surroundings(RunConfig(), local_ranks=2, counts=False)
     assert another.begin()["other_ranks"] is None
+
+
+def test_a_run_says_who_was_at_work_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "ranks_at_work", lambda: 3)
+    folder = engine.run(RunConfig(model="dummy", device="cpu", total_steps=2, output_dir=tmp_path / "run"))
+    result = runfolder.read_result(folder)
+    assert result["disturbed"][-1] == "3 ranks of other runs were at work on its cores"
+    assert result["other_ranks_at_work"] == 3
+    slept = [event["asleep_s"] for event in runfolder.read_events(folder) if event["kind"] in ("clock", "done")]
+    assert slept[1] == pytest.approx(slept[0], abs=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 from annotated_types import Ge, Le
 
 import launch
+import launch.__main__
 from launch.controls import GROUPS, Controls
 from launch.foretold import Foreteller
 from launch.panel import Panel, Worker
+from tests.conftest import write_run
 from vdpp_core import ConfigError, Parallel, RunConfig, results, runfolder
 
 SHORT = RunConfig(num_frames=2, total_steps=3, num_samples=2, threads=1, parallel=Parallel(pp=2))
@@ -25,21 +28,6 @@ def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Panel]:
     shown = launch.panel(SHORT)
     yield shown
     shown.close()
-
-
-def write_run(write_events, root: Path, name: str, config: RunConfig, step_s: float) -> Path:
-    """A run that finished, of one rank, each step of which took so many seconds."""
-    folder = runfolder.create(config.replace(output_dir=root / "runs" / name))
-    steps = [(sample, step) for sample in range(config.num_samples) for step in range(config.total_steps)]
-    facts = {"host": "elsewhere", "pid": 1, "created": 0, "device": "cpu", "dtype": "float32", "backend": "gloo"}
-    events = [(0.0, "start", facts | {"threads": 1}), (1.0, "clock", {})]
-    for number, (sample, step) in enumerate(steps, start=1):
-        events.append((1 + number * step_s, "step", {"sample": sample, "step": step, "seconds": step_s}))
-        if step == config.total_steps - 1:
-            events.append((1 + number * step_s, "sample", {"sample": sample}))
-    write_events(folder, 0, *events)
-    results.write(folder, "ok")
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -76,10 +64,10 @@ def test_another_model_brings_its_usual_size():
     assert controls.config().shape == RunConfig(model="medium", random_weights=True).shape
 
 
-def test_seconds_come_from_a_run_in_the_same_setting_one_of_the_same_size_first(tmp_path, write_events):
+def test_seconds_come_from_a_run_in_the_same_setting_one_of_the_same_size_first(tmp_path):
     alone = SHORT.replace(parallel=Parallel(), device="cpu")
-    same = write_run(write_events, tmp_path, "same-size", alone, step_s=0.5)
-    other = write_run(write_events, tmp_path, "another-size", alone.replace(num_frames=4), step_s=0.5)
+    same = write_run(tmp_path, "same-size", alone, step_s=0.5)
+    other = write_run(tmp_path, "another-size", alone.replace(num_frames=4), step_s=0.5)
     foreteller = Foreteller()
     page = foreteller.page(alone, [other, same])
     assert "run same-size" in page
@@ -102,10 +90,8 @@ def test_what_cannot_be_is_said_and_not_run(panel: Panel):
     assert panel.buttons["Run"].disabled
 
 
-def test_runs_are_listed_shown_and_compared_also_damaged_ones(panel: Panel, tmp_path: Path, write_events):
-    first, second = (
-        write_run(write_events, tmp_path, name, SHORT.replace(parallel=Parallel()), step_s=0.1) for name in "ab"
-    )
+def test_runs_are_listed_shown_and_compared_also_damaged_ones(panel: Panel, tmp_path: Path):
+    first, second = (write_run(tmp_path, name, SHORT.replace(parallel=Parallel()), step_s=0.1) for name in "ab")
     (runfolder.create(SHORT.replace(output_dir=tmp_path / "runs" / "c")) / "result.json").write_text("{")
     panel.refresh([first])
     assert {label for label, _ in panel.runs.options} == {"a: ok", "b: ok", "c: stopped"}
@@ -129,6 +115,28 @@ def test_a_failed_run_says_which_rank_where_and_why(panel: Panel, tmp_path: Path
     panel.refresh([folder])
     assert "failed, rank 0, sample 0, step 1: killed by SIGKILL" in panel.progress.value
     assert panel.buttons["Stop"].disabled
+
+
+def test_a_disturbed_run_is_shown_as_one_and_foretells_nothing(panel: Panel, tmp_path: Path, capsys):
+    alone = SHORT.replace(parallel=Parallel(), device="cpu")
+    calm, stopped = (
+        write_run(tmp_path, name, alone, 0.5, stopped_s) for name, stopped_s in (("calm", 0.0), ("stopped", 20.0))
+    )
+    line = "rank 0 took 20.5 s at sample 1, step 2 (usually 0.5 s)"
+    panel.refresh([stopped])
+    assert f"<p>disturbed: {line}</p>" in panel.progress.value
+    assert "rank 0 took 20.5 s at sample 1, step" in panel.table.value
+    panel.refresh([calm])
+    assert "disturbed" not in panel.progress.value + panel.table.value
+    assert "no run here tells the seconds" in Foreteller().page(alone, [stopped])
+    assert "run calm" in Foreteller().page(alone, [stopped, calm])
+    launch.__main__.main(["status"])
+    rows = [row for row in capsys.readouterr().out.splitlines() if line in row]
+    assert [row.split()[0] for row in rows] == ["stopped"]
+    launch.__main__.main(["status", "stopped"])
+    assert f"warning: disturbed: {line}" in capsys.readouterr().err
+    launch.__main__.main(["status", "calm", "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["disturbed"] is None
 
 
 def test_one_panel_at_a_time_and_errors_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

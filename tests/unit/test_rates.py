@@ -252,7 +252,9 @@ def test_a_disturbed_run_is_refused_and_left_out_of_comparisons(written):
         with pytest.raises(ConfigError) as error:
             rates.from_run(folder, Link(1e9))
         assert str(error.value) == f"calibrate {folder}: was disturbed: {words}; take another run, or run it again"
-    known = rates.from_run(calm, Link(1e9))
+    known, anyway = rates.from_run(calm, Link(1e9)), rates.from_run(stopped, Link(1e9), though_disturbed=True)
+    assert anyway.flops_per_s == pytest.approx(known.flops_per_s)
+    assert anyway.source == f"measured: run stopped, which was disturbed: {moment}"
     assert checks.against_runs([calm, stopped, slept], known)["run"].tolist() == ["calm"]
     assert checks.among([calm, stopped, slept]).empty  # nothing is left to compare with
     again = written("again", steady)
