@@ -127,7 +127,7 @@ class _Rank:
         with device.limited():
             try:
                 self._work()
-            except (RuntimeError, MemoryError) as error:
+            except (RuntimeError, MemoryError, OSError) as error:
                 if full := device.explain(error, self.unet, self.phase):
                     raise full from error
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import resource
 import sys
@@ -16,10 +17,18 @@ import torch
 from torch import nn
 
 GIB = 2**30
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
-# PyTorch's allocators on CUDA and on the CPU, C++'s, and those of cuBLAS, cuDNN and oneDNN, which do not say how much
-_FULL = re.compile(r"out of memory|can't allocate memory|bad_alloc|_ALLOC_FAILED|could not (create|execute) a", re.I)
-_REQUEST = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
+_POWERS = {unit: 2 ** (10 * power) for power, unit in enumerate("bKMGTPE")}  # MPS writes GB for what others write GiB
+# In the words of whoever lacks it, and not in the name of a file. oneDNN gives no reason, but what it cannot do at all
+# it says of a descriptor.
+_FULL = re.compile(
+    r"(^|: |\b(CUDA|HIP|XPU|MPS backend|C10) |Cuda failure (\d+ )?')out of memory"  # PyTorch's allocators, CUDA, NCCL
+    r"|Failed to (CUDA )?(malloc|calloc|calloc async|host alloc) \d+ bytes"  # NCCL
+    r"|_ALLOC(ATION)?_FAILED"  # cuBLAS, cuDNN
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|bad_alloc|cannot allocate memory"  # the CPU
+    r"|could not (create|execute) a primitive(?! descriptor)|could not create a memory object",  # oneDNN
+    re.IGNORECASE,
+)
+_REQUEST = re.compile(r"(?:alloc|allocate|async|mmap) ([\d.]+) ?(b|[KMGTPE])(?:ytes|i?B)\b")
 
 
 class OutOfMemoryError(RuntimeError):
@@ -106,7 +115,7 @@ class Device:
         request, free = _REQUEST.search(str(error)), self.free(lifted)
         return OutOfMemoryError(
             {
-                "requested_gb": float(request[1]) * _UNITS[request[2]] / 1e9 if request else None,
+                "requested_gb": float(request[1]) * _POWERS[request[2]] / 1e9 if request else None,
                 "free_gb": free / 1e9,
                 "limit_gib": self.limit_gib,
                 "layer": _layer(error.__traceback__, model) if model is not None else None,
@@ -116,8 +125,12 @@ class Device:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of PyTorch, Python or a library below is a lack of memory."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_FULL.search(str(error))))
+    """Whether an error of PyTorch, Python, the system or a library below is a lack of memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_FULL.search(str(error)))
 
 
 def can_limit(device_type: str) -> bool:

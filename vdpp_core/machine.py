@@ -209,6 +209,7 @@ def check(config: RunConfig, local_ranks: int) -> None:
     _check_device(config, local_ranks)
     _check_memory_options(config)
     _check_dtype(config, local_ranks)
+    check_guidance(config)
     check_model(config)
     if config.image_path is not None:
         read_image(config.image_path, config.image_size)
@@ -273,6 +274,23 @@ def _try_on_cpu(config: RunConfig) -> None:
     except RuntimeError as error:
         allowed = f"must be fp32, this CPU cannot ({str(error).splitlines()[0]})"
         raise ConfigError("dtype", config.dtype, allowed) from None
+
+
+def check_guidance(config: RunConfig) -> None:
+    """Whether the official pipeline guides with these scales; ConfigError if not.
+
+    It asks twice whether to: by the last frame's scale, and by the largest of all frames in the type of the latents.
+    Where the answers differ it fails.
+    """
+    first, last, frames = config.min_guidance_scale, config.guidance_scale, config.shape[2]
+    if last <= 1 or torch.linspace(first, last, frames).to(dtype(config)).max() > 1:
+        return
+    fails = "and the official pipeline then fails"
+    if frames == 1:
+        allowed = f"is all the guidance of a single frame, {fails}: must be above 1, or guidance_scale 1"
+        raise ConfigError("min_guidance_scale", first, allowed)
+    kind = str(dtype(config)).removeprefix("torch.")
+    raise ConfigError("guidance_scale", last, f"is 1 in {kind}, {fails}: must be 1, or farther above it")
 
 
 def check_model(config: RunConfig) -> None:

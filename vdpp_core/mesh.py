@@ -156,13 +156,16 @@ class World:
 
 @contextmanager
 def communication(peer: int | str = "unknown") -> Iterator[None]:
-    """Failures in here are those of a lost rank, `peer` where it is known; but a lack of memory is this rank's own."""
+    """Failures in here are those of a lost rank, `peer` where it is known. A lack of memory is this rank's own, and so
+    is what its accelerator did wrong before, which it says only when it is waited for."""
     try:
         yield
+    except torch.AcceleratorError:
+        raise
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise LostRankError(peer, str(error).splitlines()[0]) from error
+        raise LostRankError(peer, (str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 def device_of(config: RunConfig, ranks: Ranks) -> torch.device:

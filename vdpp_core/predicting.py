@@ -84,6 +84,7 @@ def config_of(arguments: argparse.Namespace, ranks: int, device: str = "cuda") -
     arguments.device, arguments.command = device if arguments.device is None else arguments.device, None
     arguments.random_weights = None if arguments.model == "dummy" else True
     config = cli.run_config(arguments, ranks)
+    machine.check_guidance(config)
     machine.check_model(config)
     return config
 

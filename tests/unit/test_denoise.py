@@ -41,6 +41,8 @@ def assert_official(folder, official):
         SMALL | {"height": 72, "width": 128},
         SMALL | {"height": 8, "width": 24},
         SMALL | {"num_frames": 1, "guidance_scale": 1.0},
+        SMALL | {"num_frames": 1, "guidance_scale": 0.5, "min_guidance_scale": 0.0},
+        SMALL | {"num_frames": 1, "min_guidance_scale": 1.5},
         {"total_steps": 4, "latent_shape": (2, 4, 5, 8, 8), "num_samples": 2},
         SMALL | {"fps": 12},
         SMALL | {"motion_bucket_id": 255},
@@ -52,6 +54,22 @@ def assert_official(folder, official):
 )
 def test_latents_are_those_of_the_official_pipeline(arguments, generate, official):
     assert_official(generate(**arguments), official)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        SMALL | {"num_frames": 1},
+        SMALL | {"num_frames": 1, "min_guidance_scale": 1.003, "dtype": "bf16"},
+        SMALL | {"guidance_scale": 1.003, "dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_where_the_official_pipeline_fails_nothing_is_made(arguments, generate, official):
+    with pytest.raises(ConfigError, match="the official pipeline then fails"):
+        generate(**arguments)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        official(RunConfig(command="generate", **arguments), 0)
 
 
 def test_defaults_are_the_official_defaults(generate, official):

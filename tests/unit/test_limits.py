@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from vdpp_core.limits import Device, OutOfMemoryError, can_limit, is_out_of_memory
-from vdpp_core.mesh import LostRankError, communication
+from vdpp_core.limits import Device, OutOfMemoryError, can_limit
 
 pytestmark = pytest.mark.skipif(not can_limit("cpu"), reason="a process's memory can be limited under Linux only")
 BEGIN = """
@@ -95,7 +94,7 @@ try:
 except MemoryError as error:
     print(json.dumps(device.explain(error, None, "loading").facts))
 """)
-    assert facts["requested_gb"] is None
+    assert facts["requested_gb"] == pytest.approx(8, rel=0.01)
     assert facts["layer"] is None
 
 
@@ -119,27 +118,8 @@ except MemoryError:
     assert facts["free_gb"] < 0.001
 
 
-@pytest.mark.parametrize("words", [
-    "CUDA out of memory. Tried to allocate 2.75 GiB. GPU 0 has a total capacity of 23.68 GiB …",
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to …",
-    "std::bad_alloc",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "could not create a primitive",
-])  # fmt: skip
-def test_words_for_a_lack_of_memory(words):
-    assert is_out_of_memory(RuntimeError(words))
-    assert not is_out_of_memory(ValueError(words))
-
-
 def test_other_errors_are_others():
     assert Device(torch.device("cpu"), None).explain(RuntimeError("Connection closed by peer"), None, "running") is None
-
-
-def test_a_lack_of_memory_is_no_lost_rank():
-    with pytest.raises(torch.OutOfMemoryError), communication(1):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.75 GiB.")
-    with pytest.raises(LostRankError, match="lost rank 1"), communication(1):
-        raise RuntimeError("Connection closed by peer")
 
 
 def test_the_request_of_cuda_is_read():

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from vdpp_core import ConfigError, Parallel, RunConfig, machine, runfolder
+from vdpp_core.__main__ import main
 from vdpp_core.config import EXAMPLE_IMAGE, MODELS
 
 
@@ -77,6 +78,39 @@ def test_half_precision_where_the_cpu_can(dtype):
     values, weights = (torch.ones(shape, dtype=machine.DTYPES[dtype]) for shape in ((1, 1, 3, 2, 2), (1, 1, 3, 1, 1)))
     torch.nn.functional.conv3d(values, weights)  # if this machine can do that, nothing may be refused
     machine.check(RunConfig(device="cpu", dtype=dtype).for_ranks(1), local_ranks=1)
+
+
+@pytest.mark.parametrize("command", ["simulate", "benchmark", "generate"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_frames": 1}, "min_guidance_scale 1.0: is all the guidance of a single frame, and the official pipeline"),
+        ({"num_frames": 1, "min_guidance_scale": 0.5}, "min_guidance_scale 0.5: is all the guidance of a single frame"),
+        ({"num_frames": 1, "min_guidance_scale": 1.003, "dtype": "bf16"}, "min_guidance_scale 1.003: is all the"),
+        ({"guidance_scale": 1.003, "dtype": "bf16"}, "guidance_scale 1.003: is 1 in bfloat16, and the official"),
+        ({"guidance_scale": 1.0003, "dtype": "fp16"}, "guidance_scale 1.0003: is 1 in float16"),
+        ({"guidance_scale": 1 + 1e-9}, "guidance_scale 1.000000001: is 1 in float32"),
+    ],
+    ids=str,
+)
+def test_guidance_with_which_the_official_pipeline_fails(command, arguments, said):
+    assert answer(RunConfig(command=command, device="cpu", **arguments)).startswith(said)
+
+
+@pytest.mark.parametrize("line", ["generate --num-frames 1", "memory --num-frames 1", "plan --gpus 1 --num-frames 1"])
+def test_each_command_refuses_it_in_one_line(line, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(line.split())
+    said = capsys.readouterr().err
+    assert said.startswith("error: --min-guidance-scale 1.0: is all the guidance of a single frame")
+    assert said.endswith("must be above 1, or guidance_scale 1\n")
+    assert said.count("\n") == 1
+
+
+def test_a_run_of_before_that_would_be_refused_today_can_be_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"command": "generate", "num_frames": 1, "parallel": {}}')
+    assert RunConfig.read(tmp_path).shape[2] == 1
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from torch import nn
 
 from vdpp_core.config import RunConfig
+from vdpp_core.unets import weights
 from vdpp_core.unets.published import PUBLISHED, PUBLISHED_VAE
 
 if TYPE_CHECKING:
@@ -40,35 +40,34 @@ def vae_on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
     return nn.Module.to(vae, "meta", torch.float32 if upcast else dtype)
 
 
-def weights_folder(config: RunConfig, dtype: torch.dtype) -> Path:
-    """Where the UNet's files lie; those of a hub model are downloaded, if they were not before."""
+def weights_folder(config: RunConfig, dtype: torch.dtype, part: str = "unet") -> Path:
+    """Where a part's files lie; those of a hub model are downloaded, if they were not before."""
     folder = Path(str(config.source)).expanduser()
     if not folder.is_dir():
         import huggingface_hub as hub
 
-        half, full = ("unet/*.fp16*", None), ("unet/*", "*.fp16*")
+        half, full = (f"{part}/*.fp16*.safetensors", None), (f"{part}/*.safetensors", "*.fp16*")
         for wanted, unwanted in (full, half) if dtype == torch.float32 else (half, full):
-            place = hub.snapshot_download(str(config.source), allow_patterns=wanted, ignore_patterns=unwanted)
+            place = hub.snapshot_download(
+                str(config.source), allow_patterns=[wanted, f"{part}/*.json"], ignore_patterns=unwanted
+            )
             folder = Path(place)
-            if any(folder.glob("unet/*.safetensors")):
+            if any(folder.glob(f"{part}/*.safetensors")):
                 break
-    return folder / "unet"
+    return folder / part
 
 
 def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UNetSpatioTemporalConditionModel:
     """The UNet of `config.source`, whole, on `device`, as diffusers loads it."""
-    load = UNetSpatioTemporalConditionModel.from_pretrained
-    return _load_either_variant(load, config.source, dtype, subfolder="unet").to(device)
+    folder = weights_folder(config, dtype)
+    return _load(UNetSpatioTemporalConditionModel, folder, weights.variant(folder, dtype), dtype).to(device)
 
 
 def load_pipeline(
     config: RunConfig, unet: Any, scheduler: EulerDiscreteScheduler, device: torch.device, dtype: torch.dtype
 ) -> StableVideoDiffusionPipeline:
     """The official pipeline of `config.source` around a UNet that is loaded already; the rest goes to `device`."""
-    from diffusers import StableVideoDiffusionPipeline
-
-    load = StableVideoDiffusionPipeline.from_pretrained
-    pipeline = _load_either_variant(load, config.source, dtype, unet=unet, scheduler=scheduler)
+    pipeline = _load_pipeline(config, dtype, ("vae", "image_encoder"), unet=unet, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
     for part in (pipeline.vae, pipeline.image_encoder):
         part.to(device)
@@ -76,28 +75,33 @@ def load_pipeline(
 
 
 def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
-    """The official pipeline as a user would load it."""
-    scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
-    return load_pipeline(config, load_unet(config, device, dtype), scheduler, device, dtype)
+    """The official pipeline as a user would load it: nothing in it is ours."""
+    pipeline = _load_pipeline(config, dtype, ("unet", "vae", "image_encoder")).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def load_decoder(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
     """The official pipeline with nothing but its VAE."""
+    absent = dict.fromkeys(("unet", "image_encoder", "scheduler", "feature_extractor"))
+    return _load_pipeline(config, dtype, ("vae",), **absent).to(device)
+
+
+def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...], **given: Any) -> Any:
+    """The official pipeline with the weights of these parts and what is given; settings of the others are read."""
     from diffusers import StableVideoDiffusionPipeline
 
-    absent = dict.fromkeys(("unet", "image_encoder", "scheduler", "feature_extractor"))
-    load = StableVideoDiffusionPipeline.from_pretrained
-    return _load_either_variant(load, config.source, dtype, **absent).to(device)
+    folder = Path(str(config.source)).expanduser()
+    if not folder.is_dir():
+        import huggingface_hub as hub
+
+        folder = Path(hub.snapshot_download(str(config.source), allow_patterns="*.json"))
+    variants = {weights.variant(weights_folder(config, dtype, part), dtype) for part in parts}
+    variant = next(filter(None, variants), None)  # diffusers takes it for those parts that have it
+    return _load(StableVideoDiffusionPipeline, folder, variant, dtype, **given)
 
 
-def _load_either_variant(load: Callable[..., Any], source: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:
+def _load(kind: Any, folder: Path, variant: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:
     with warnings.catch_warnings():  # diffusers ≥ 0.42 prefers `dtype`, which 0.36 does not know
         warnings.filterwarnings("ignore", message=".*torch_dtype.*")
-        variants = (None, "fp16") if dtype == torch.float32 else ("fp16", None)
-        try:
-            return load(source, torch_dtype=dtype, variant=variants[0], use_safetensors=True, **kwargs)
-        except (OSError, ValueError) as error:
-            try:
-                return load(source, torch_dtype=dtype, variant=variants[1], use_safetensors=True, **kwargs)
-            except (OSError, ValueError):
-                raise error from None  # what was asked for first is what should be there
+        return kind.from_pretrained(folder, torch_dtype=dtype, variant=variant, use_safetensors=True, **kwargs)

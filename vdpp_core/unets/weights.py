@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vdpp_core.errors import ConfigError
 
 FILE = "diffusion_pytorch_model"  # diffusers' name for it
+FILES = (FILE, "model")  # and that of transformers
 BLEND = 0.5  # of spatial and temporal layers, where diffusers starts SVD's
 
 
@@ -60,21 +61,27 @@ def fill(unet: nn.Module, source: Iterator[tuple[str, Any]]) -> None:
         parameters[name].data.copy_(rows[:])
 
 
+def variant(folder: Path, dtype: torch.dtype) -> str | None:
+    """Which of the two variants that people publish of a part's weights is the nearer to `dtype`, of those there are:
+    "fp16", or None for the one whose files do not say. What was told from the names need not be tried."""
+    names = [path.name for path in folder.glob("*.safetensors") if path.name.startswith(FILES)]
+    half = [name for name in names if ".fp16" in name]
+    return "fp16" if half and (dtype != torch.float32 or half == names) else None
+
+
 def files(folder: Path, dtype: torch.dtype) -> dict[str, Path]:
-    """Which file holds each tensor; of the two variants that people publish, the one nearer to `dtype`.
+    """Which file holds each tensor, of the variant for `dtype`.
 
     Raises:
         ConfigError: there are no weights, or some of their files are missing, cut off or damaged.
     """
-    variants = ("", ".fp16") if dtype == torch.float32 else (".fp16", "")
-    for variant in variants:
-        index = folder / f"{FILE}.safetensors.index{variant}.json"
-        whole = folder / f"{FILE}{variant}.safetensors"
-        if whole.is_file():
-            return dict.fromkeys(_names(whole), whole)
-        if index.is_file():
-            return _indexed(index)
-    raise ConfigError("model_id", folder, f"must have {FILE}.safetensors")
+    kind = f".{name}" if (name := variant(folder, dtype)) else ""
+    index, whole = folder / f"{FILE}.safetensors.index{kind}.json", folder / f"{FILE}{kind}.safetensors"
+    if whole.is_file():
+        return dict.fromkeys(_names(whole), whole)
+    if index.is_file():
+        return _indexed(index)
+    raise ConfigError("model_id", folder, f"must have {whole.name}")
 
 
 def _indexed(index: Path) -> dict[str, Path]:
