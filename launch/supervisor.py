@@ -31,7 +31,7 @@ from launch.others import Others
 from launch.sweep import Sweep
 from vdpp_core import loopback, progress, results, runfolder
 from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError
+from vdpp_core.errors import ConfigError, redacted
 from vdpp_core.events import now
 from vdpp_core.files import Place
 
@@ -95,9 +95,9 @@ def supervise(folder: Path, others: Others | None = None) -> None:
             settle(reason="stopped")
             raise
         except Exception as error:  # the agent itself: no port, no process; the next run of a sweep may do better
-            traceback.print_exc()
+            print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
             what = "lost the rendezvous" if runfolder.events_paths(folder) else "could not start"
-            settle(reason=f"{what}: {type(error).__name__}: {error}")
+            settle(reason=redacted(f"{what}: {type(error).__name__}: {error}"))
         finally:
             watchdog.over.set()
             watchdog.join()
@@ -166,9 +166,9 @@ def _one_of(folder: Path, sweep: Path | None) -> None:
     except SignalException:
         raise
     except Exception as error:  # its folder was taken away, say, or the disk is full
-        traceback.print_exc()
+        print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
         with contextlib.suppress(ConfigError):  # not even its configuration is there
-            results.settle(folder, reason=f"could not be run: {type(error).__name__}: {error}")
+            results.settle(folder, reason=redacted(f"could not be run: {type(error).__name__}: {error}"))
 
 
 def main() -> None:

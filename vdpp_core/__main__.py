@@ -16,7 +16,7 @@ from vdpp_core.importing import importing
 with importing():
     from vdpp_core import cli, machine, memory, predicting, runfolder
     from vdpp_core.config import RunConfig
-    from vdpp_core.errors import ConfigError
+    from vdpp_core.errors import ConfigError, redacted
     from vdpp_core.layout import Parallel
     from vdpp_core.limits import OutOfMemoryError
     from vdpp_core.measure import keep_freed_memory
@@ -55,8 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"rank {ranks.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
+        print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
         os._exit(1)  # a communicator that lost its peer may never let the interpreter end
     if ranks.rank == 0 and arguments.command != "run":
         (_show_comparison if arguments.command == "peers" else _show)(folder, as_json=arguments.json)
@@ -233,6 +232,11 @@ def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
             f"largest difference {official['max_latent_difference']:.2g}, {official['max_frame_difference']} of 255"
             f"{note}"
         )
+        if official["max_batch_difference"] is not None:
+            lines["of a batch"] = (
+                "each video is decoded alone, here and for this comparison; the official pipeline's own chunks run on "
+                f"from one video into the next, which changes frames by up to {official['max_batch_difference']} of 255"
+            )
     return lines
 
 

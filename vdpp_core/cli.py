@@ -37,6 +37,7 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        message = in_one_line(message)  # first: half an address would not be known as one
         fail(message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]} …")
 
 
@@ -58,11 +59,13 @@ def warn(lines: Iterable[str]) -> None:
 
 
 def quiet() -> None:
-    """diffusers and transformers draw bars for what they read, and miss torchvision, which they can do without."""
+    """diffusers and transformers draw bars for what they read, miss torchvision, which they can do without, and warn of
+    half precision on a CPU, which was asked for."""
     with importing():
         import diffusers.utils.logging
         import transformers.utils.logging
     diffusers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 

@@ -134,6 +134,13 @@ class RunConfig(Frozen):
             raise ConfigError("latent_shape", shape, allowed)
         return tuple(sizes)
 
+    @field_validator("image", mode="before")
+    @classmethod
+    def _a_file(cls, image: Any) -> Any:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(image)):  # a Path has lost a slash; one letter is a drive
+            raise ConfigError("image", image, "must be a file, not an address: download it first")
+        return image
+
     @field_validator("device")
     @classmethod
     def _known_device(cls, device: str) -> str:

@@ -1,11 +1,13 @@
-"""Latents -> frames, with the official pipeline's own decoding."""
+"""Latents -> frames, with the official pipeline's own decoding, one video at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+from diffusers import StableVideoDiffusionPipeline
 from torch import Tensor
 
 from vdpp_core.config import RunConfig
@@ -35,13 +37,23 @@ class Decoder:
         Raises:
             FloatingPointError: the frames hold no picture.
         """
-        pixels = self.pipeline.decode_latents(latents.to(self.pipeline.vae.dtype), self.num_frames, self.chunk_size)
+        pixels = decode(self.pipeline, latents.to(self.pipeline.vae.dtype), self.num_frames, self.chunk_size)
         if not torch.isfinite(pixels).all():
             raise FloatingPointError("the decoded frames are not finite: use --dtype fp32 or bf16")
         frames = to_bytes(self.pipeline.video_processor.postprocess_video(pixels, output_type="np"))
         if not all(video.any() for video in frames):
             raise FloatingPointError("all decoded frames are black: use --dtype fp32 or bf16, or another image")
         return frames
+
+
+def decode(pipeline: Any, latents: Tensor, num_frames: int, chunk_size: int) -> Tensor:
+    """(B, F, 4, H, W) -> pixels (B, 3, F, 8·H, 8·W) from -1 to 1, each video as it is decoded alone.
+
+    The official pipeline puts the frames of a batch in one row before it cuts that into chunks: in a chunk with frames
+    of two videos, its temporal layers mix them.
+    """
+    alone = StableVideoDiffusionPipeline.decode_latents
+    return torch.cat([alone(pipeline, one, num_frames, chunk_size) for one in latents.split(1)])
 
 
 def to_bytes(frames: np.ndarray) -> Frames:

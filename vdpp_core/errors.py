@@ -8,15 +8,21 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 MOST_SHOWN = 200  # characters of a value
-SECRET = re.compile(r"hf_\w{16,}|(?<=//)[^/@\s]*(?=@)")  # a token of the hub; what a URL has of a user and password
+_SECRETS = [  # and what of them is kept
+    (re.compile(r"hf_\w{16,}"), ""),  # a token of the hub
+    # of an address the user and password; of its two slashes a Path has lost one
+    (re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=:/)[^/\s]+(?=@)"), ""),
+    (re.compile(r"(?i)([?&][\w.-]*(?:token|secret|signature|sig|credential|password|key)=)[^&\s'\"]+"), r"\1"),
+    (re.compile(r"(?i)(\b(?:bearer|basic) )[\w.~+/-]{8,}=*"), r"\1"),
+]
 
 
 class ConfigError(ValueError):
     """One argument that cannot be used: its name, its value and what is allowed."""
 
     def __init__(self, argument: str, value: Any, allowed: str) -> None:
-        self.argument, self.value, self.allowed = argument, value, allowed
-        super().__init__(f"{_shown(argument)} {_shown(value)}: {allowed}")
+        self.argument, self.value, self.allowed = argument, value, redacted(allowed)
+        super().__init__(f"{_shown(argument)} {_shown(value)}: {self.allowed}")
 
     def as_flag(self) -> str:
         """The same line, the argument spelled as on the command line."""
@@ -31,10 +37,17 @@ def _shown(value: Any) -> str:
     return in_one_line(text)[:MOST_SHOWN] or "''"
 
 
+def redacted(text: str) -> str:
+    """Text without the tokens and passwords in it: what is printed, written to a file or shown goes through here."""
+    for secret, kept in _SECRETS:
+        text = secret.sub(f"{kept}…", text)
+    return text
+
+
 def in_one_line(text: str) -> str:
-    """Text as it can be printed anywhere: white space is a blank, no terminal obeys it, and it gives no token away."""
-    told = SECRET.sub("…", " ".join(text.split()))
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in told)
+    """Text as it can be printed anywhere: white space is a blank, no terminal obeys it, and it gives no secret away."""
+    plain = redacted(" ".join(text.split()))
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in plain)
 
 
 def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:

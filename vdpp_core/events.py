@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from vdpp_core import files
+from vdpp_core.errors import redacted
 
 Event = dict[str, Any]
 
@@ -101,6 +102,7 @@ class EventLog:
 
     def _line(self, kind: str, **facts: Any) -> bytes:
         event = {"t": now(), "rank": self.rank, "kind": kind, **facts}
+        event |= {name: redacted(value) for name, value in event.items() if isinstance(value, str)}
         return (json.dumps({name: value for name, value in event.items() if value is not None}) + "\n").encode()
 
     def _append(self, line: bytes) -> None:
@@ -166,7 +168,9 @@ def _parsed(line: bytes, rank: int) -> Event | None:
         whole = event["rank"] == rank and {"t"} | _FACTS.get(event["kind"], set()) <= event.keys()
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    different = [event.get(f"max_{what}_difference", 0.0) for what in ("latent", "frame")]  # not a number, perhaps
+    different = [
+        event.get(f"max_{what}_difference", 0.0) for what in ("latent", "frame", "batch")
+    ]  # not a number, perhaps
     whole = whole and all(isinstance(value, int | float) for value in different)
     for names, kind in ((_NUMBERS, int | float), (_WHOLE, int), (_OBJECTS, dict), (("error", "host"), str)):
         whole = whole and all(_is(event[name], kind) for name in names if name in event)

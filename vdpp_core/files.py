@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vdpp_core.errors import in_one_line
+
 RESERVE = ".reserve"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HARDLY_ANY = 4096  # bytes
@@ -19,7 +21,7 @@ class DamagedError(ValueError):
     """A file that cannot be trusted."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        self.path, self.reason = path, " ".join(reason.split())[:160]
+        self.path, self.reason = path, in_one_line(reason)[:160]
         super().__init__(f"{path}: {self.reason}")
 
 

@@ -17,13 +17,18 @@ import psutil
 import torch
 
 from vdpp_core.config import MODELS, RunConfig
-from vdpp_core.errors import SECRET, ConfigError
+from vdpp_core.errors import ConfigError, in_one_line, redacted
 from vdpp_core.limits import GIB, can_limit
 from vdpp_core.media import read_image
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WEIGHTS = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
+PARTS = {  # of a pipeline -> the class that runs here
+    "unet": "UNetSpatioTemporalConditionModel",
+    "vae": "AutoencoderKLTemporalDecoder",
+    "scheduler": "EulerDiscreteScheduler",  # others remember steps, which no hand-off does
+}
 AMPERE = (8, 0)  # the first compute capability with arithmetic in bf16
 
 
@@ -298,7 +303,7 @@ def check_model(config: RunConfig) -> None:
     if config.source is None:
         return
     argument = "model" if config.model_id is None else "model_id"
-    if "://" in config.source or SECRET.search(config.source):
+    if "://" in config.source or redacted(config.source) != config.source:
         raise ConfigError(argument, config.source, "must be a folder or a hub name, no URL and no token")
     folder = Path(config.source)
     try:
@@ -311,6 +316,8 @@ def check_model(config: RunConfig) -> None:
             raise ConfigError(argument, config.source, f"must be a pipeline's folder with {part}/*.safetensors")
     for name, kind in _settings_needed(config).items():
         settings = folder / name if on_disk else _hub_file(config, argument, name)
+        if not settings.is_file() and name == "model_index.json" and config.image_path is None:
+            continue  # a UNet and a scheduler are enough
         if not settings.is_file():
             raise ConfigError(argument, config.source, f"must be a pipeline's folder, it has no {name}")
         try:
@@ -318,14 +325,27 @@ def check_model(config: RunConfig) -> None:
             found = told.get("_class_name", kind)
         except (ValueError, AttributeError, RecursionError):
             raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
-        if found != kind:
+        if kind is not None and found != kind:
             raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
-        for part, place in told.items() if name == "model_index.json" else ():
-            if isinstance(place, list) and place[0] not in (None, "diffusers", "transformers"):
-                allowed = f"must have parts of diffusers and transformers, not code of its own ({part}: {place[0]})"
-                raise ConfigError(argument, config.source, allowed)
+        if name == "model_index.json":
+            _check_parts(argument, config.source, told)
     if on_disk and config.model_id is not None:
         _check_unet(config)
+
+
+def _check_parts(argument: str, source: str, index: dict[str, Any]) -> None:
+    """Whether the official pipeline would load the classes that run here: those of model_index.json, whatever class the
+    settings of a part name."""
+    for part, place in index.items():
+        if not isinstance(place, list) or len(place) != 2 or place[0] is None:
+            continue
+        library, kind = place
+        if library not in ("diffusers", "transformers"):
+            allowed = f"must have parts of diffusers and transformers, not code of its own ({part}: {library})"
+            raise ConfigError(argument, source, allowed)
+        if kind != PARTS.get(part, kind):
+            allowed = f"must have a {PARTS[part]}: model_index.json names a {kind}, which the official pipeline loads"
+            raise ConfigError(argument, source, allowed)
 
 
 def _check_unet(config: RunConfig) -> None:
@@ -335,7 +355,7 @@ def _check_unet(config: RunConfig) -> None:
     try:
         structure = on_meta(config, dtype(config))
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
-        words = " ".join(str(error).split())[:120]
+        words = in_one_line(str(error))[:120]
         raise ConfigError("model_id", config.source, f"must describe a UNet in unet/config.json ({words})") from None
     if not config.random_weights:
         weights.check(weights_folder(config, dtype(config)), dtype(config), structure)
@@ -344,14 +364,13 @@ def _check_unet(config: RunConfig) -> None:
 def _settings_needed(config: RunConfig) -> dict[str, str | None]:
     """The files that a run reads of a pipeline -> the class that each must name."""
     needed: dict[str, str | None] = {
-        "unet/config.json": "UNetSpatioTemporalConditionModel",
-        "scheduler/scheduler_config.json": "EulerDiscreteScheduler",  # others remember steps, which no hand-off does
+        "unet/config.json": PARTS["unet"],
+        "scheduler/scheduler_config.json": PARTS["scheduler"],
     }
     if config.image_path is not None:
-        needed["model_index.json"] = "StableVideoDiffusionPipeline"
-        needed["vae/config.json"] = "AutoencoderKLTemporalDecoder"
+        needed["vae/config.json"] = PARTS["vae"]
         needed |= {"image_encoder/config.json": None, "feature_extractor/preprocessor_config.json": None}
-    return needed
+    return needed | {"model_index.json": None if config.image_path is None else "StableVideoDiffusionPipeline"}
 
 
 def _hub_file(config: RunConfig, argument: str, name: str) -> Path:

@@ -19,6 +19,7 @@ Frames = NDArray[np.uint8]  # (frames, height, width, 3)
 MP4_QUALITY = 8  # of imageio's 0 to 10
 GIF_FPS = 50  # at most: frames of less than 20 ms are slowed down by browsers
 SHEET_FRAMES, SHEET_ROWS, SHEET_GAP = 8, 32, 4
+LEAST_SIDE = 2  # pixels that are kept: the official pipeline mirrors the image at its edges before it resizes it
 LARGE = 16_000_000  # pixels, from which on an image is made smaller while it is read
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the Exif tag, and its values that swap width and height
 _REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
@@ -30,10 +31,15 @@ def read_image(path: Path, size: tuple[int, int]) -> Image.Image:
     proportions of `size` (width, height). The official pipeline then resizes it, as it would any other.
 
     Raises:
-        ConfigError: the file is missing, not an image that Pillow reads, cut off, or too large.
+        ConfigError: the file is missing, not an image that Pillow reads, cut off, too large, or too small.
     """
     with _opened(path) as image:
-        upright = ImageOps.exif_transpose(_decoded(image, size))
+        given, upright = image.size, ImageOps.exif_transpose(_decoded(image, size))
+    if min(upright.size) < LEAST_SIDE:
+        what = " × ".join(map(str, given)) + " pixels"
+        kept = " × ".join(map(str, upright.size))
+        allowed = f"has {what}, of which {kept} have the proportions of the video: {LEAST_SIDE} × {LEAST_SIDE} at least"
+        raise ConfigError("image", path, allowed)
     if upright.has_transparency_data:
         upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
     return upright.convert("RGB")

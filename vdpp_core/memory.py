@@ -310,5 +310,5 @@ def _at_most(config: RunConfig) -> float:
         return float("inf")
     batch, _, frames, rows, columns = config.shape
     steps = 40 * 4 * WIDEST_OF_SMALL * 2 * batch * frames * rows * columns
-    at_once = min(config.decode_chunk_size, batch * frames) if config.command == "generate" else 0
+    at_once = min(config.decode_chunk_size, frames) if config.command == "generate" else 0
     return 1e8 + steps + 160e3 * at_once * rows * columns

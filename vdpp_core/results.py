@@ -138,6 +138,9 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
             "equal_frames": sum(event["equal_frames"] for event in compared),
             "max_latent_difference": max(event["max_latent_difference"] for event in compared),
             "max_frame_difference": max(event["max_frame_difference"] for event in compared),
+            "max_batch_difference": max(
+                (event["max_batch_difference"] for event in compared if "max_batch_difference" in event), default=None
+            ),
         }
         if compared
         else None,

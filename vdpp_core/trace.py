@@ -227,13 +227,12 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
 
 @functools.lru_cache(maxsize=64)
 def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
-    """The decoding of one sample, chunk by chunk, as in the official pipeline; of a very long one the beginning."""
-    from diffusers import StableVideoDiffusionPipeline
-
+    """The decoding of one sample, chunk by chunk, as in a run; of a very long one the beginning."""
+    from vdpp_core.decode import decode  # takes seconds to import
     from vdpp_core.unets.svd import vae_on_meta
 
     pipeline: Any = SimpleNamespace(vae=vae_on_meta(config, dtype))  # all that decode_latents asks for
-    vae, decode = pipeline.vae, StableVideoDiffusionPipeline.decode_latents
+    vae = pipeline.vae
     recorder = _Recorder(list(vae.parameters()))
     batch, channels, frames, rows, columns = config.shape
     frames = min(frames, MOST_CHUNKS * config.decode_chunk_size)
