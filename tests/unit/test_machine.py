@@ -148,6 +148,37 @@ def test_a_scheduler_that_remembers_steps(pipeline_folder):
     assert "must have a EulerDiscreteScheduler, not a DPMSolverMultistepScheduler" in line
 
 
+@pytest.mark.parametrize("command", ["benchmark", "generate"])
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [("scheduler", "DDIMScheduler"), ("unet", "UNet3DConditionModel"), ("vae", "AutoencoderKL")],
+)
+def test_the_official_pipeline_loads_what_its_index_names(command, part, other, pipeline_folder):
+    """Whatever class the part's own settings name."""
+    change(pipeline_folder / "model_index.json", **{part: ["diffusers", other]})
+    config = RunConfig(command=command, model_id=str(pipeline_folder), device="cpu")
+    assert answer(config) == (
+        f"model_id {pipeline_folder}: must have a {machine.PARTS[part]}: "
+        f"model_index.json names a {other}, which the official pipeline loads"
+    )
+
+
+def test_that_is_what_diffusers_does(pipeline_folder):
+    from diffusers import DDIMScheduler, EulerDiscreteScheduler, StableVideoDiffusionPipeline
+
+    change(pipeline_folder / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
+    assert type(StableVideoDiffusionPipeline.from_pretrained(pipeline_folder).scheduler) is DDIMScheduler
+    change(pipeline_folder / "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
+    change(pipeline_folder / "scheduler" / "scheduler_config.json", _class_name="DDIMScheduler")
+    assert type(StableVideoDiffusionPipeline.from_pretrained(pipeline_folder).scheduler) is EulerDiscreteScheduler
+
+
+def test_a_unet_and_a_scheduler_alone_can_be_measured(pipeline_folder):
+    (pipeline_folder / "model_index.json").unlink()
+    machine.check(RunConfig(model_id=str(pipeline_folder), device="cpu").for_ranks(1), local_ranks=1)
+    assert "model_index.json" in answer(RunConfig(command="generate", model_id=str(pipeline_folder), device="cpu"))
+
+
 def test_a_folder_without_a_scheduler(pipeline_folder):
     shutil.rmtree(pipeline_folder / "scheduler")
     assert "it has no scheduler/scheduler_config.json" in answer(RunConfig(model_id=str(pipeline_folder)))

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from tests.conftest import official_pipeline
 from vdpp_core import media
 from vdpp_core.errors import ConfigError
-from vdpp_core.media import how_it_fits, read_image, read_video, save_video
+from vdpp_core.media import LEAST_SIDE, how_it_fits, read_image, read_video, save_video
 
 SIZE = (64, 64)
 ORANGE = (240, 140, 50)
@@ -127,10 +129,10 @@ def test_the_first_frame_of_an_animation(saved):
         ((30, 90), (64, 64), (30, 30)),
         ((64, 64), (64, 64), (64, 64)),
         ((1000, 1000), (1024, 576), (1000, 562)),
-        ((500, 1), (64, 64), (1, 1)),
-        ((1, 500), (64, 64), (1, 1)),
-        ((1, 500), (72, 128), (1, 2)),
-        ((1, 1), (128, 72), (1, 1)),
+        ((500, 2), (64, 64), (2, 2)),
+        ((2, 500), (64, 64), (2, 2)),
+        ((2, 500), (72, 128), (2, 4)),
+        ((4, 4), (128, 72), (4, 2)),
     ],
 )
 def test_cropped_to_the_centre(saved, given, wanted, kept):
@@ -140,6 +142,43 @@ def test_cropped_to_the_centre(saved, given, wanted, kept):
     assert words.startswith(f"image.png, {given[0]} × {given[1]} pixels")
     assert (f"cropped to its centre, {kept[0]} × {kept[1]}" in words) == (kept != given)
     assert (f"resized to {wanted[0]} × {wanted[1]}" in words) == (kept != wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "kept"),
+    [
+        ((1, 1), (64, 64), "1 × 1"),
+        ((3000, 1), (64, 64), "1 × 1"),
+        ((3, 3), (128, 64), "3 × 2"),
+        ((9, 2), (64, 128), "1 × 2"),
+    ],
+)
+def test_what_is_too_small_for_the_official_pipeline_is_refused(saved, given, wanted, kept):
+    path = saved(Image.new("RGB", given))
+    if min(map(int, kept.split(" × "))) >= LEAST_SIDE:
+        assert read_image(path, wanted).size == tuple(map(int, kept.split(" × ")))
+        return
+    with pytest.raises(ConfigError) as caught:
+        read_image(path, wanted)
+    line = str(caught.value)
+    assert line == (
+        f"image {path}: has {given[0]} × {given[1]} pixels, of which {kept} have the proportions of the video: "
+        "2 × 2 at least"
+    )
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_that_size_is_what_the_official_pipeline_can_take(size):
+    pipeline = official_pipeline(torch.float32)
+
+    def encode():
+        return pipeline._encode_image(Image.new("RGB", size), torch.device("cpu"), 1, False)
+
+    if min(size) >= LEAST_SIDE:
+        assert encode().isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="Padding size"):
+            encode()
 
 
 def test_it_is_the_centre_that_is_kept(saved):

@@ -19,8 +19,10 @@ from jupyter_server.serverapp import ServerApp
 
 import launch
 from launch import pages
-from vdpp_core import ConfigError, Parallel, RunConfig, machine, runfolder
+from vdpp_core import ConfigError, Parallel, RunConfig, machine, results, runfolder
 from vdpp_core.config import MODELS
+from vdpp_core.errors import redacted
+from vdpp_core.events import EventLog
 from vdpp_core.unets import svd
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +184,10 @@ def test_a_token_is_not_written_down(model, tmp_path, monkeypatch):
         f"generate --image https://user:{TOKEN}@huggingface.co/image.png",
         f"plan --gpus 1 --hf-token {TOKEN}",
         "benchmark --model-id https://user:secret-password@huggingface.co/some/model",
+        "generate --image https://user:secret-password@host/x.png",
+        "generate --image s3://user:secret-password@bucket/x.png?X-Amz-Signature=secret-password",
+        f"benchmark --model-id {'x' * 490}https://user:secret-password@huggingface.co/some/model",
+        f"benchmark --nothing-{'x' * 470} https://user:secret-password@huggingface.co/some/model",
     ],
 )
 def test_a_secret_is_not_repeated(line, tmp_path):
@@ -192,6 +198,43 @@ def test_a_secret_is_not_repeated(line, tmp_path):
     assert TOKEN not in done.stderr + done.stdout
     assert "secret-password" not in done.stderr + done.stdout
     assert written(tmp_path) == {}
+
+
+@pytest.mark.parametrize("image", ["https://host/x.png", "https:/host/x.png", "s3://bucket/x.png", "file:///x.png"])
+@pytest.mark.parametrize("made", [str, Path])
+def test_an_address_is_no_image(image, made):
+    with pytest.raises(ConfigError, match=r"^image .*: must be a file, not an address: download it first$"):
+        RunConfig(image=made(image))
+    assert RunConfig(image="C:/pictures/x.png").image == Path("C:/pictures/x.png")
+
+
+@pytest.mark.parametrize(
+    ("text", "without"),
+    [
+        ("https://user:pass@word@host/x", "https://…@host/x"),
+        ("https:/user:password@host/x", "https:/…@host/x"),  # as a Path has it
+        ("see //user:password@host", "see //…@host"),
+        ("x?token=abcdef&y=1", "x?token=…&y=1"),
+        ("x?y=1&X-Amz-Signature=abcdef", "x?y=1&X-Amz-Signature=…"),
+        ("Authorization: Bearer abcdefgh12345678==", "Authorization: Bearer …"),
+        (f"with {TOKEN} in it", "with … in it"),
+        ("someone@example.com at https://host/x?y=1", "someone@example.com at https://host/x?y=1"),
+        ("mail: a/b@c, and keys=5", "mail: a/b@c, and keys=5"),
+    ],
+)
+def test_what_is_taken_out_of_texts(text, without):
+    assert redacted(text) == without
+    assert without in str(ConfigError("image", text, "no"))
+    assert without in str(ConfigError("image", "x", text))
+
+
+def test_what_a_rank_says_last_holds_no_secret(tmp_path):
+    folder = runfolder.create(SHORT.replace(output_dir=tmp_path / "run", parallel=Parallel()))
+    with EventLog(folder, 0) as log:
+        log.write("start", pid=1, created=0.0, host="h", threads=1, device="cpu", dtype="float32", backend="gloo")
+        log.last_word("error", error="OSError: https://user:secret-password@host/x?token=secret-password")
+    assert results.settle(folder)["failure"]["cause"] == "OSError: https://…@host/x?token=…"
+    assert not [name for name, content in written(folder).items() if b"secret-password" in content]
 
 
 @pytest.fixture
