@@ -315,11 +315,14 @@ def check_model(config: RunConfig) -> None:
         if not any(folder.glob(f"{part}/*.safetensors")):
             raise ConfigError(argument, config.source, f"must be a pipeline's folder with {part}/*.safetensors")
     for name, kind in _settings_needed(config).items():
-        settings = folder / name if on_disk else _hub_file(config, argument, name)
-        if not settings.is_file() and name == "model_index.json" and config.image_path is None:
-            continue  # a UNet and a scheduler are enough
-        if not settings.is_file():
-            raise ConfigError(argument, config.source, f"must be a pipeline's folder, it has no {name}")
+        try:
+            settings = folder / name if on_disk else _hub_file(config, argument, name)
+            if not settings.is_file():
+                raise ConfigError(argument, config.source, f"must be a pipeline's folder, it has no {name}")
+        except ConfigError:
+            if name == "model_index.json" and config.image_path is None:
+                continue  # a UNet and a scheduler are enough
+            raise
         try:
             told = json.loads(settings.read_bytes())
             found = told.get("_class_name", kind)
@@ -328,24 +331,24 @@ def check_model(config: RunConfig) -> None:
         if kind is not None and found != kind:
             raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
         if name == "model_index.json":
-            _check_parts(argument, config.source, told)
+            _check_parts(config, argument, told)
     if on_disk and config.model_id is not None:
         _check_unet(config)
 
 
-def _check_parts(argument: str, source: str, index: dict[str, Any]) -> None:
+def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> None:
     """Whether the official pipeline would load the classes that run here: those of model_index.json, whatever class the
     settings of a part name."""
-    for part, place in index.items():
-        if not isinstance(place, list) or len(place) != 2 or place[0] is None:
-            continue
-        library, kind = place
-        if library not in ("diffusers", "transformers"):
+    places = {part: place for part, place in index.items() if isinstance(place, list) and len(place) == 2}
+    for part, (library, _) in places.items():
+        if library not in (None, "diffusers", "transformers"):
             allowed = f"must have parts of diffusers and transformers, not code of its own ({part}: {library})"
-            raise ConfigError(argument, source, allowed)
-        if kind != PARTS.get(part, kind):
-            allowed = f"must have a {PARTS[part]}: model_index.json names a {kind}, which the official pipeline loads"
-            raise ConfigError(argument, source, allowed)
+            raise ConfigError(argument, config.source, allowed)
+    for part, kind in PARTS.items():
+        named = places.get(part, [None, None])[1]
+        if named != kind and (part != "vae" or config.image_path is not None):
+            allowed = f"must have a {kind}: model_index.json names {named or 'none'}, which the official pipeline loads"
+            raise ConfigError(argument, config.source, allowed)
 
 
 def _check_unet(config: RunConfig) -> None:
