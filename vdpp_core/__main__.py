@@ -182,6 +182,7 @@ def _show(folder: Path, as_json: bool) -> None:
     for name, value in (_summary(result) | _videos(result, config)).items():
         print(f"  {name:34} {value}")
     print(f"run folder: {folder}")
+    cli.warn(f"disturbed: {line}" for line in result.get("disturbed") or [])
 
 
 def _assignment(config: RunConfig) -> list[str]:

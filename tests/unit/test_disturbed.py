@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import pytest
 
+import vdpp_core.__main__
 from vdpp_core import Parallel, RunConfig, disturbed, engine, machine, runfolder
 from vdpp_core.schedule import IN_FLIGHT
 
@@ -283,11 +284,13 @@ def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch
     assert another.begin()["other_ranks"] is None
 
 
-def test_a_run_says_who_was_at_work_beside_it(tmp_path, monkeypatch):
+def test_a_run_says_who_was_at_work_beside_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machine, "ranks_at_work", lambda: 3)
     folder = engine.run(RunConfig(model="dummy", device="cpu", total_steps=2, output_dir=tmp_path / "run"))
     result = runfolder.read_result(folder)
     assert result["disturbed"][-1] == "3 ranks of other runs were at work on its cores"
     assert result["other_ranks_at_work"] == 3
+    vdpp_core.__main__._show(folder, as_json=False)
+    assert capsys.readouterr().err.splitlines()[-1] == f"warning: disturbed: {result['disturbed'][-1]}"
     slept = [event["asleep_s"] for event in runfolder.read_events(folder) if event["kind"] in ("clock", "done")]
     assert slept[1] == pytest.approx(slept[0], abs=0.1)

@@ -267,3 +267,25 @@ def test_clocks_of_machines_may_differ(tmp_path: Path, write_events):
         write_events(folder, rank, (ahead - 1, "start", start), (ahead, "clock", {}), *steps, *more)
     spans = results.measured_spans(runfolder.read_events(folder))
     assert [(span.rank, span.start, span.end) for span in spans] == [(0, 0.0, 2.0), (1, 2.0, 4.0)]
+
+
+@pytest.mark.parametrize("freezes", [{}, {3: 8.1}, {3: 60.0, 8: 4.0}], ids=str)
+def test_no_machine_is_given_up_for_the_time_in_which_this_one_stood_still(freezes, tmp_path, monkeypatch):
+    """Another one was heard when this one began to listen, and not again; both look twice a second."""
+    config = RunConfig(**SHORT, parallel=Parallel(pp=2), timeout_s=5, output_dir=tmp_path / "run")
+    others = Others(Nodes(2, 1, "10.77.0.1:29400", "run"), runfolder.create(config))
+    t, looks = 1000.0, 0
+    others.beats = {2: (1, t)}
+    given_up: list[int] = []
+
+    def wait(_: float) -> bool:
+        nonlocal t, looks
+        t += 0.5 + freezes.get(looks, 0.0)
+        looks += 1
+        return bool(given_up) or looks > 100
+
+    monkeypatch.setattr("launch.others.time.monotonic", lambda: t)
+    monkeypatch.setattr(others.over, "wait", wait)
+    monkeypatch.setattr(others, "_end_here", lambda _: given_up.append(looks))
+    others._act()
+    assert given_up == [11]
