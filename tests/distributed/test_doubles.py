@@ -68,7 +68,7 @@ def test_synchronising_the_device_at_any_moment_locks_nothing_up(
     for variable, value in with_doubles(tmp_path, *names).items():
         monkeypatch.setenv(variable, value)
     base = RunConfig(
-        image=EXAMPLE_IMAGE, total_steps=7, num_frames=5, num_samples=5, threads=1, save_latents=True, timeout_s=30
+        image=EXAMPLE_IMAGE, total_steps=7, num_frames=5, num_samples=4, threads=1, save_latents=True, timeout_s=30
     )
     folders = [
         runfolder.create(base.replace(output_dir=tmp_path / name, parallel=layout))
