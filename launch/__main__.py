@@ -6,7 +6,6 @@ import argparse
 import json
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import pandas as pd
 from launch import Job, Sweep, attach, jobs, start, sweep
 from launch.job import stop_what_is_left
 from launch.nodes import Nodes
-from vdpp_core import cli
+from vdpp_core import cli, runfolder
 from vdpp_core.config import RunConfig
 from vdpp_core.errors import ConfigError
 from vdpp_core.layout import AXES, Parallel
@@ -204,9 +203,18 @@ def _row(job: Job | Sweep) -> dict[str, Any]:
         "status": progress["status"],
         "done": f"{progress['samples_finished']} of {progress['num_samples']} samples, {progress['share']:.0%} of all",
         "seconds left": round(left, 1) if left is not None and progress["status"] == "running" else None,
-        "at": progress["stalled"] or "; ".join(at) if progress["status"] in ("running", "failed") else None,
+        "at": _failure(job) or progress["stalled"] or ("; ".join(at) if progress["status"] == "running" else None),
         "disturbed": "; ".join(job.disturbed()) or None,
     }
+
+
+def _failure(job: Job) -> str | None:
+    """Why a run ended badly, and where its first rank that failed was."""
+    failure = (runfolder.read_result(job.folder) or {}).get("failure")
+    if not failure:
+        return None
+    where = [f"{name} {failure[name]}" for name in ("rank", "sample", "step") if failure[name] is not None]
+    return f"{', '.join(where)}: {failure['cause']}" if where else str(failure["cause"])
 
 
 def _tail(arguments: argparse.Namespace) -> None:
@@ -223,7 +231,7 @@ def _stop(arguments: argparse.Namespace) -> None:
         status = "stopped; its folder is gone"
     else:
         status = job.stop()["outcome"] if isinstance(job, Job) else _stopped(job)
-    print(f"{arguments.run}: {status}, {time.strftime('%H:%M:%S')}")
+    print(f"{arguments.run}: {status}")
 
 
 def _stopped(sweep: Sweep) -> str:

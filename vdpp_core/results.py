@@ -17,6 +17,9 @@ from vdpp_core.events import Event, Follower, clock_starts
 from vdpp_core.metrics import Span
 from vdpp_core.progress import ENDS, position
 
+# How ranks end when another one is gone: by NCCL's watchdog, or by torchrun's agent.
+_CONSEQUENCES = (-signal.SIGABRT, -signal.SIGTERM, 128 + signal.SIGTERM)
+
 
 def measured_spans(events: Sequence[Event]) -> list[Span]:
     """One span for each sample on each rank, warm-up left out, in seconds since the clock started."""
@@ -226,7 +229,8 @@ def first_cause(folder: Path, exits: Mapping[int, int | str]) -> dict[str, Any] 
 
     In this order: the earliest error that is not the loss of another rank; a rank that is gone without a last word;
     a rank without a last word that another one lost, or the only such where the lost one is not known; a rank killed by
-    SIGABRT, with which NCCL's watchdog ends those that wait for a lost one; the first loss.
+    SIGABRT, with which NCCL's watchdog ends those that wait for a lost one, or by SIGTERM, as torchrun's agent ends the
+    others; the first loss.
     """
     config = RunConfig.read(folder)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in range(config.layout.world_size)}
@@ -242,8 +246,8 @@ def first_cause(folder: Path, exits: Mapping[int, int | str]) -> dict[str, Any] 
     gone += [rank for rank in silent if rank in starts and runfolder.has_vanished(starts[rank])]
     lost = {event.get("lost_rank") for event in errors}
     gone += [rank for rank in silent if rank in lost or (lost == {"unknown"} and len(silent) == 1)]
-    aborted = [rank for rank in gone if exits.get(rank) == -signal.SIGABRT]
-    gone = [rank for rank in gone if rank not in aborted]
+    ended = sorted((rank for rank in gone if exits.get(rank) in _CONSEQUENCES), key=lambda rank: _turn(exits[rank]))
+    gone = [rank for rank in gone if rank not in ended]
     terminated = {event["rank"] for event in ends if event["kind"] == "terminated"}
     more: dict[str, Any] = {}
     told = [event["lost_rank"] for event in errors if event.get("lost_rank") in terminated]
@@ -255,17 +259,22 @@ def first_cause(folder: Path, exits: Mapping[int, int | str]) -> dict[str, Any] 
         rank, cause = gone[0], _ending(exits.get(gone[0], "ended without a word: killed, out of memory, or crashed"))
     elif told:
         rank, cause = told[0], "ended from outside by a signal"
-    elif aborted:
-        rank, cause = aborted[0], _ending(exits[aborted[0]])
+    elif ended:
+        rank, cause = ended[0], _ending(exits[ended[0]])
     elif errors:
         rank, cause = errors[0]["rank"], errors[0]["error"]
     elif exits:
-        rank = min(exits, key=lambda rank: exits[rank] == -signal.SIGABRT)
+        rank = min(exits, key=lambda rank: _turn(exits[rank]))
         cause = _ending(exits[rank])
     else:
         return None
     sample, step = position(by_rank[rank], config.stages()[config.layout.place(rank).stage])
     return {"rank": rank, "sample": sample, "step": step, "cause": cause, **more}
+
+
+def _turn(known: int | str) -> int:
+    """Of ends that may all be consequences, which is the likelier cause: the lower number."""
+    return _CONSEQUENCES.index(known) + 1 if known in _CONSEQUENCES else 0
 
 
 def _ending(known: int | str) -> str:

@@ -68,7 +68,7 @@ def test_synchronising_the_device_at_any_moment_locks_nothing_up(
     for variable, value in with_doubles(tmp_path, *names).items():
         monkeypatch.setenv(variable, value)
     base = RunConfig(
-        image=EXAMPLE_IMAGE, total_steps=7, num_frames=5, num_samples=4, threads=1, save_latents=True, timeout_s=30
+        image=EXAMPLE_IMAGE, total_steps=5, num_frames=3, num_samples=3, threads=1, save_latents=True, timeout_s=30
     )
     folders = [
         runfolder.create(base.replace(output_dir=tmp_path / name, parallel=layout))
@@ -78,7 +78,7 @@ def test_synchronising_the_device_at_any_moment_locks_nothing_up(
     assert process.returncode == 0, process.stderr
     verdict = check(tmp_path)
     assert verdict.problems == []
-    assert verdict.calls > 1000
+    assert verdict.calls > 500
     for folder in folders:
         for sample in range(base.num_samples):
             latents, expected = runfolder.load_latents(folder, sample), official(base, sample)

@@ -81,10 +81,13 @@ def faked(*cards: Card) -> Iterator[None]:
 
 
 def from_environment() -> tuple[Card, ...]:
-    """The cards that FAKE_CARDS asks for; none where it is not set. ValueError: not a number, a capability and GiB."""
+    """The cards that FAKE_CARDS asks for; none where it is not set."""
     words = os.environ.get(VARIABLE)
     if not words:
         return ()
-    count, capability, gib = words.split(",")
-    major, minor = map(int, capability.split("."))
-    return (Card((major, minor), float(gib)),) * int(count)
+    try:
+        count, capability, gib = words.split(",")
+        major, minor = map(int, capability.split("."))
+        return (Card((major, minor), float(gib)),) * int(count)
+    except ValueError:
+        raise SystemExit(f"{VARIABLE} {words}: must be cards, compute capability and GiB, as 7,8.6,23.68") from None

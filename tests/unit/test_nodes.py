@@ -286,6 +286,6 @@ def test_no_machine_is_given_up_for_the_time_in_which_this_one_stood_still(freez
 
     monkeypatch.setattr("launch.others.time.monotonic", lambda: t)
     monkeypatch.setattr(others.over, "wait", wait)
-    monkeypatch.setattr(others, "_end_here", lambda _: given_up.append(looks))
+    monkeypatch.setattr(others, "end_here", lambda _: given_up.append(looks))
     others._act()
     assert given_up == [11]

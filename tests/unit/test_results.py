@@ -217,6 +217,18 @@ def test_an_aborted_rank_comes_after_one_that_somebody_ended_and_before_losses(f
     assert results.first_cause(folder, {0: ABORTED})["rank"] == 1
 
 
+@pytest.mark.parametrize("ended", [-signal.SIGTERM, 128 + signal.SIGTERM])
+def test_those_that_the_agent_ended_are_no_cause(ended, folder):
+    """Killed while they start, ranks have said nothing yet; the agent tells the others to end."""
+    failure = results.settle(folder, {0: ended, 1: -signal.SIGKILL})["failure"]
+    assert (failure["rank"], failure["cause"]) == (1, "killed by SIGKILL")
+
+
+def test_where_nobody_else_is_known_one_that_was_ended_is_named(folder):
+    assert results.first_cause(folder, {0: -signal.SIGTERM, 1: ABORTED})["rank"] == 1
+    assert results.first_cause(folder, {0: -signal.SIGTERM})["cause"] == "killed by SIGTERM"
+
+
 def test_of_ranks_that_were_all_told_to_end_the_one_that_was_not_aborted_is_named(folder, write_events):
     for rank in range(2):
         write_events(folder, rank, *start(rank), (101.0, "terminated", {"signal": "SIGTERM"}))
