@@ -6,6 +6,7 @@ python -m torch.distributed.run --standalone --nproc_per_node=2 -m tests.distrib
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -120,6 +121,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps(everyone), flush=True)
     dist.barrier()
+    os._exit(0)  # a thread still waits for a message that nobody sends
 
 
 if __name__ == "__main__":
