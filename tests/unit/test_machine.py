@@ -148,10 +148,14 @@ def test_a_scheduler_that_remembers_steps(pipeline_folder):
     assert "must have a EulerDiscreteScheduler, not a DPMSolverMultistepScheduler" in line
 
 
-@pytest.mark.parametrize("command", ["benchmark", "generate"])
 @pytest.mark.parametrize(
-    ("part", "other"),
-    [("scheduler", "DDIMScheduler"), ("unet", "UNet3DConditionModel"), ("scheduler", None)],
+    ("command", "part", "other"),
+    [
+        *((command, "scheduler", "DDIMScheduler") for command in ("benchmark", "generate")),
+        *((command, "scheduler", None) for command in ("benchmark", "generate")),
+        *((command, "unet", "UNet3DConditionModel") for command in ("benchmark", "generate")),
+        ("generate", "vae", "AutoencoderKL"),  # a benchmark without an image has no use for it
+    ],
 )
 def test_the_official_pipeline_loads_what_its_index_names(command, part, other, pipeline_folder):
     """Whatever class the part's own settings name."""
