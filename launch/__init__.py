@@ -1,17 +1,14 @@
 """Runs in the background: started from a notebook or a terminal, watched from anywhere, ended without orphans."""
 
-from vdpp_core.importing import importing
-
-with importing():
-    from launch.comparing import compare, timeline
-    from launch.gallery import gallery
-    from launch.job import Job, attach, jobs, start
-    from launch.link import probe
-    from launch.nodes import Nodes
-    from launch.panel import panel
-    from launch.sliders import sliders
-    from launch.sweep import Sweep, sweep
-    from launch.watch import watch
+from launch.job import Job, attach, jobs, start
+from launch.link_speed import probe
+from launch.machines.nodes import Nodes
+from launch.sweep import Sweep, sweep
+from launch.widgets.comparison import compare, timeline
+from launch.widgets.gallery import gallery
+from launch.widgets.panel import panel
+from launch.widgets.sliders import sliders
+from launch.widgets.watch import watch
 
 __all__ = [
     "Job",

@@ -15,29 +15,30 @@ import pandas as pd
 
 from launch import Job, Sweep, attach, jobs, start, sweep
 from launch.job import stop_what_is_left
-from launch.nodes import Nodes
-from vdpp_core import cli, runfolder
+from launch.machines.nodes import Nodes
+from vdpp_core.cli import command_line
 from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError
-from vdpp_core.layout import AXES, Parallel
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.layout import AXES, Parallel
+from vdpp_core.runs import runfolder
 
 LAYOUTS = (*AXES, "fsdp")
 MOST_LINES = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    cli.speak_anywhere()
+    command_line.speak_anywhere()
     arguments = _parser().parse_args(argv)
-    warnings.showwarning = lambda message, *_: cli.warn([str(message)])
+    warnings.showwarning = lambda message, *_: command_line.warn([str(message)])
     try:
         arguments.act(arguments)
     except ConfigError as error:
-        cli.fail(error.as_flag())
+        command_line.fail(error.as_flag())
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.OneLineParser(prog="python -m launch", description=__doc__)
-    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=cli.OneLineParser)
+    parser = command_line.OneLineParser(prog="python -m launch", description=__doc__)
+    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=command_line.OneLineParser)
 
     def action(name: str, act: Any, purpose: str) -> argparse.ArgumentParser:
         added = actions.add_parser(name, help=purpose, description=purpose)
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
     starting = action("start", _start, "start a run and return at once")
     _add_nodes(starting, nproc="default: 1", named="that of --output-dir")
-    cli.add_run_commands(starting)
+    command_line.add_run_commands(starting)
 
     sweeping = action("sweep", _sweep, "run numbers of ranks and layouts one after another; print the table")
     sweeping.add_argument("--ranks", required=True, metavar="N,N,…", help="numbers of ranks")
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         help="which of step pipeline, data parallel, guidance (times frames above 2 ranks), frames, sharded",
     )
     sweeping.add_argument("--repeats", metavar="N", help="times each, interleaved")
-    cli.add_run_commands(sweeping)
+    command_line.add_run_commands(sweeping)
 
     showing = action("status", _status, "how far runs are")
     showing.add_argument("run", nargs="?", help="run id; default: all")
@@ -91,9 +92,9 @@ def _add_nodes(parser: argparse.ArgumentParser, nproc: str, named: str) -> None:
 
 
 def _start(arguments: argparse.Namespace) -> None:
-    nproc = cli.whole_number("nproc", arguments.nproc, 1)
+    nproc = command_line.whole_number("nproc", arguments.nproc, 1)
     nodes = _nodes(arguments, nproc, Path(arguments.output_dir or "").name)
-    job = start(cli.run_config(arguments, nproc if nodes is None else nodes.world_size), nproc, nodes)
+    job = start(command_line.run_config(arguments, nproc if nodes is None else nodes.world_size), nproc, nodes)
     print(json.dumps({"run_id": job.run_id, "folder": str(job.folder)}) if arguments.json else job.run_id, flush=True)
     if arguments.wait:
         _wait(job)
@@ -107,13 +108,13 @@ def _wait(job: Job) -> None:
         result = job.stop()
     if result["outcome"] != "ok":
         cause = result["failure"]["cause"] if "failure" in result else "by somebody"
-        cli.warn([f"{job.run_id}: {result['outcome']}, {cause}"])
+        command_line.warn([f"{job.run_id}: {result['outcome']}, {cause}"])
         raise SystemExit(1)
 
 
 def _nodes(arguments: argparse.Namespace, nproc: int, name: str) -> Nodes | None:
     """The machines that were named, of the run of that name; None where there is this one alone."""
-    nnodes = cli.whole_number("nnodes", arguments.nnodes, 1)
+    nnodes = command_line.whole_number("nnodes", arguments.nnodes, 1)
     if arguments.rdzv_endpoint is None:
         if nnodes != 1:
             raise ConfigError("nnodes", nnodes, "needs --rdzv-endpoint host:port, the same on each machine")
@@ -130,7 +131,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         if given := getattr(arguments, axis):
             raise ConfigError(axis, given, f"not in a sweep, which takes --ranks and --layouts {axis}")
     configs = _layouts(arguments, _whole_numbers("ranks", arguments.ranks))
-    running = sweep(configs, cli.whole_number("repeats", arguments.repeats, 1))
+    running = sweep(configs, command_line.whole_number("repeats", arguments.repeats, 1))
     print(f"sweep {running.run_id}: {len(running.runs)} runs", file=sys.stderr)
     try:
         for number, job in enumerate(running.jobs, start=1):
@@ -147,7 +148,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
 def _whole_numbers(name: str, text: str) -> list[int]:
     try:
-        return [cli.whole_number(name, part, 1) for part in text.split(",")]
+        return [command_line.whole_number(name, part, 1) for part in text.split(",")]
     except ConfigError as error:
         raise ConfigError(name, text, error.allowed.replace("a whole number", "whole numbers, each")) from None
 
@@ -158,7 +159,7 @@ def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunCon
         allowed = f"must be {', '.join(LAYOUTS)} or several of them, separated by commas"
         raise ConfigError("layouts", arguments.layouts, allowed)
     layouts = {_layout(name, number, alone=names == ["fsdp"]) for number in ranks for name in names}
-    base = cli.without_layout(arguments)
+    base = command_line.without_layout(arguments)
     ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.fsdp, *(getattr(layout, a) for a in AXES)))
     return [base.replace(parallel=layout) for layout in ordered]
 
@@ -179,7 +180,7 @@ def _status(arguments: argparse.Namespace) -> None:
     _print_table(pd.DataFrame([_row(job) for job in chosen]), arguments.json)
     for job in chosen if arguments.run else ():
         if isinstance(job, Job):
-            cli.warn(
+            command_line.warn(
                 [f"disturbed: {line}" for line in job.disturbed()] + [f"damaged: {line}" for line in job.damaged()]
             )
 
@@ -219,8 +220,10 @@ def _failure(job: Job) -> str | None:
 
 def _tail(arguments: argparse.Namespace) -> None:
     job = _run(arguments.run)
-    rank = cli.whole_number("rank", arguments.rank, 0, most=RunConfig.read(job.folder).layout.world_size - 1, least=0)
-    print(job.tail(rank, cli.whole_number("lines", arguments.lines, 20, most=MOST_LINES)))
+    rank = command_line.whole_number(
+        "rank", arguments.rank, 0, most=RunConfig.read(job.folder).layout.world_size - 1, least=0
+    )
+    print(job.tail(rank, command_line.whole_number("lines", arguments.lines, 20, most=MOST_LINES)))
 
 
 def _stop(arguments: argparse.Namespace) -> None:
@@ -241,7 +244,7 @@ def _stopped(sweep: Sweep) -> str:
 
 def _resume(arguments: argparse.Namespace) -> None:
     job = _run(arguments.run)
-    nodes = _nodes(arguments, cli.whole_number("nproc", arguments.nproc, 1), job.run_id)
+    nodes = _nodes(arguments, command_line.whole_number("nproc", arguments.nproc, 1), job.run_id)
     if nodes is None and arguments.nproc is not None:
         raise ConfigError("nproc", arguments.nproc, "only with --rdzv-endpoint: the ranks are as many as before")
     job.resume(nodes)
@@ -263,7 +266,7 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from launch.report import report
+    from launch.report.execute import report
 
     if any(book.error for book in report(arguments.notebooks, arguments.set)):
         raise SystemExit(1)

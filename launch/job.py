@@ -14,14 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.ending import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers
-from launch.nodes import MEETING_PATIENCE_S, Nodes
-from vdpp_core import chrome_trace, machine, memory, results, resuming, runfolder
+from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
+from launch.terminate import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers, settle
 from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError
-from vdpp_core.events import Follower
-from vdpp_core.layout import Parallel
-from vdpp_core.progress import progress
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.layout import Parallel
+from vdpp_core.engine import checks
+from vdpp_core.plots import perfetto
+from vdpp_core.predict import memory
+from vdpp_core.runs import events, processes, results, resuming, runfolder
+from vdpp_core.runs.events import Follower
+from vdpp_core.runs.progress import progress
 
 if TYPE_CHECKING:
     from launch.sweep import Sweep
@@ -64,7 +67,7 @@ class Job:
             return [*follower.damaged, str(error)]
 
     def disturbed(self) -> list[str]:
-        """A line on each thing that disturbed the times of a run that has ended; `vdpp_core.disturbed`."""
+        """A line on each thing that disturbed the times of a run that has ended; `vdpp_core.runs.disturbed`."""
         return (self._settled() or {}).get("disturbed") or []
 
     def tail(self, rank: int = 0, lines: int = 20) -> str:
@@ -100,11 +103,11 @@ class Job:
             end_by_name(self.folder)
         if (result := self._settled()) is not None:
             return result
-        if runfolder.read_launcher(self.folder) is None and not launchers(self.folder) and self._ranks():
+        if processes.read_launcher(self.folder) is None and not launchers(self.folder) and self._ranks():
             raise ConfigError("run", self.run_id, "was started by hand: end it there, with Ctrl-C or the kernel's stop")
         end(self.folder)
         try:
-            return results.settle(self.folder, reason="stopped")
+            return settle(self.folder, reason="stopped")
         except ConfigError:
             return {"run_id": self.run_id, "outcome": "stopped"}
 
@@ -123,7 +126,7 @@ class Job:
             self._join(config, nodes)
             return self
         self._check_ended()
-        machine.check(config, local_ranks)
+        checks.check(config, local_ranks)
         with resuming.by_one(self.folder):
             self._check_ended()  # nobody took it up meanwhile
             deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
@@ -147,14 +150,14 @@ class Job:
 
     def _is_watched_over(self) -> bool:
         """Whether a launcher may still write to the folder of a run that has ended."""
-        launcher = runfolder.read_launcher(self.folder)
+        launcher = processes.read_launcher(self.folder)
         if launcher is None or launcher["host"] == socket.gethostname():
-            return runfolder.launcher_alive(self.folder)
+            return processes.launcher_alive(self.folder)
         return time.time() - (self.folder / "result.json").stat().st_mtime < LEAVING_S
 
     def _join(self, config: RunConfig, nodes: Nodes) -> None:
         """Take part in a run that the machine at the endpoint takes up, as soon as it does."""
-        machine.check(config, local_ranks=nodes.nproc)
+        checks.check(config, local_ranks=nodes.nproc)
         resuming.as_before(self.folder, config)
         deadline, taken_up = None, partial(resuming.was_taken_up, self.folder, asdict(nodes))
         while not taken_up():
@@ -182,13 +185,13 @@ class Job:
         return result
 
     def trace(self, path: Path | None = None) -> Path:
-        """Write what each rank did when, for https://ui.perfetto.dev; `vdpp_core.chrome_trace.write`."""
-        return chrome_trace.write(self.folder, path)
+        """Write what each rank did when, for https://ui.perfetto.dev; `vdpp_core.plots.perfetto.write`."""
+        return perfetto.write(self.folder, path)
 
-    def _ranks(self) -> list[runfolder.Event]:
+    def _ranks(self) -> list[events.Event]:
         """The start events of ranks that live, on this machine."""
         starts = [event for event in runfolder.read_events(self.folder) if event["kind"] == "start"]
-        return [start for start in starts if runfolder.is_rank(start)]
+        return [start for start in starts if processes.is_rank(start)]
 
     def _settled(self) -> dict[str, Any] | None:
         if not self.folder.is_dir():
@@ -196,12 +199,12 @@ class Job:
             return {"run_id": self.run_id, "outcome": "failed", "failure": failure}
         result = runfolder.read_result(self.folder)
         if result is None and (self.folder / "result.json").exists():  # it was there, and is damaged
-            return results.settle(self.folder)
-        if result is None and runfolder.read_launcher(self.folder) is None:  # started by hand, or about to start
-            return results.settle(self.folder) if results.all_ended(self.folder) else None
-        if result is None and not runfolder.launcher_alive(self.folder):
+            return settle(self.folder)
+        if result is None and processes.read_launcher(self.folder) is None:  # started by hand, or about to start
+            return settle(self.folder) if results.all_ended(self.folder) else None
+        if result is None and not processes.launcher_alive(self.folder):
             end_ranks(self.folder)
-            result = results.settle(self.folder, reason="the launcher was killed")
+            result = settle(self.folder, reason="the launcher was killed")
         return result
 
 
@@ -236,8 +239,8 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     """Check a run and make its folder."""
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
     config = config.for_ranks(ranks)
-    machine.check(config, local_ranks=ranks)
-    for line in [*machine.before_start(config, ranks), *memory.before_start(config, ranks)]:
+    checks.check(config, local_ranks=ranks)
+    for line in [*checks.before_start(config, ranks), *memory.before_start(config, ranks)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.create(config)
 
@@ -245,7 +248,7 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
 def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
     nodes.check()
     config = config.for_ranks(nodes.world_size)
-    machine.check(config, local_ranks=nodes.nproc)
+    checks.check(config, local_ranks=nodes.nproc)
     for line in [*memory.before_start(config, nodes.nproc), *nodes.crossings(config)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.join(config.replace(output_dir=config.output_dir or runfolder.runs_root() / nodes.run_id))
@@ -263,7 +266,7 @@ def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes:
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     for folder in folders:
-        runfolder.write_launcher(folder, process.pid, alone=nodes is None)
+        processes.write_launcher(folder, process.pid, alone=nodes is None)
 
 
 def attach(run_id: str, root: Path | None = None) -> Job | Sweep:

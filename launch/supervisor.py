@@ -25,15 +25,18 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from launch.ending import end_children
-from launch.nodes import Nodes
-from launch.others import Others
+from launch import terminate
+from launch.machines.coordinator import Others
+from launch.machines.nodes import Nodes
 from launch.sweep import Sweep
-from vdpp_core import loopback, progress, results, runfolder
+from launch.terminate import end_children
 from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError, redacted
-from vdpp_core.events import now
-from vdpp_core.files import Place
+from vdpp_core.config.errors import ConfigError, redacted
+from vdpp_core.parallel import loopback
+from vdpp_core.predict import memory
+from vdpp_core.runs import events, runfolder, stalls
+from vdpp_core.runs.events import now
+from vdpp_core.runs.files import Place
 
 LAST_WORDS_S = 5.0  # after a rank's last word, for the others to have theirs
 
@@ -44,13 +47,13 @@ class Watchdog(threading.Thread):
 
     def __init__(self, folder: Path, place: Place, leave: Callable[[], None]) -> None:
         super().__init__(daemon=True)
-        self.watchdog, self.place, self.leave = progress.Watchdog(folder), place, leave
+        self.watchdog, self.place, self.leave = stalls.Watchdog(folder), place, leave
         self.stalled: dict[int, str] = {}
         self.over = threading.Event()
 
     def run(self) -> None:
         named = None
-        while not self.over.wait(progress.PERIOD_S):
+        while not self.over.wait(stalls.PERIOD_S):
             if self.place.is_gone():
                 self.leave()
             with contextlib.suppress(OSError, psutil.Error):  # a file or a process that has just gone
@@ -83,6 +86,8 @@ def supervise(folder: Path, others: Others | None = None) -> None:
         watchdog = Watchdog(folder, place, leave)
         settle = partial(_settle, place, folder, others)
         watchdog.start()
+        predicting = threading.Thread(target=_predict_memory, args=[folder], daemon=True)
+        predicting.start()
         exits: dict[int, int] = {}
         try:
             if others is not None:
@@ -96,13 +101,20 @@ def supervise(folder: Path, others: Others | None = None) -> None:
             raise
         except Exception as error:  # the agent itself: no port, no process; the next run of a sweep may do better
             print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
-            what = "lost the rendezvous" if runfolder.events_paths(folder) else "could not start"
+            what = "lost the rendezvous" if events.events_paths(folder) else "could not start"
             settle(reason=redacted(f"{what}: {type(error).__name__}: {error}"))
         finally:
             watchdog.over.set()
             watchdog.join()
+            predicting.join()
         end_children()
         settle(watchdog.stalled or exits)
+
+
+def _predict_memory(folder: Path) -> None:
+    """While the ranks load: what the run's memory is compared with afterwards."""
+    with contextlib.suppress(ConfigError, OSError):  # its model, or its folder, has just gone
+        memory.record(folder)
 
 
 def _agent(folder: Path, others: Others | None) -> LaunchConfig:
@@ -120,7 +132,7 @@ def _settle(place: Place, folder: Path, others: Others | None, *facts: Any, **re
     """Settle a run as `results.settle` does, unless its folder is gone or cannot be read any more."""
     try:
         if not place.is_gone():
-            (partial(results.settle, folder) if others is None else others.settle)(*facts, **reason)
+            (partial(terminate.settle, folder) if others is None else others.settle)(*facts, **reason)
             return
         print(f"{folder} is gone, and the run with it", file=sys.stderr, flush=True)
     except (ConfigError, OSError) as error:  # config.json is damaged, or the folder has just gone
@@ -168,7 +180,7 @@ def _one_of(folder: Path, sweep: Path | None) -> None:
     except Exception as error:  # its folder was taken away, say, or the disk is full
         print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
         with contextlib.suppress(ConfigError):  # not even its configuration is there
-            results.settle(folder, reason=redacted(f"could not be run: {type(error).__name__}: {error}"))
+            terminate.settle(folder, reason=redacted(f"could not be run: {type(error).__name__}: {error}"))
 
 
 def main() -> None:
@@ -193,7 +205,7 @@ def main() -> None:
     except SignalException:
         for folder in waiting:
             with contextlib.suppress(ConfigError):  # its folder is gone, or its config.json is damaged
-                results.settle(folder, reason="stopped")
+                terminate.settle(folder, reason="stopped")
 
 
 if __name__ == "__main__":

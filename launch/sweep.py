@@ -13,12 +13,14 @@ from typing import Any
 
 import pandas as pd
 
-from launch.ending import end, end_by_name
 from launch.job import POLL_S, Job, launch, prepare, within
-from vdpp_core import machine, results, runfolder, tables
+from launch.terminate import end, end_by_name, settle
+from vdpp_core.compare import tables
 from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError
-from vdpp_core.layout import Parallel
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.layout import Parallel
+from vdpp_core.engine import checks
+from vdpp_core.runs import files, processes, runfolder
 
 
 class Sweep:
@@ -82,30 +84,30 @@ class Sweep:
         for job in self.jobs:
             left = deadline - time.monotonic()
             job.wait(None if timeout is None else max(0.0, left))
-        while runfolder.launcher_alive(self.jobs[-1].folder) and time.monotonic() < deadline:
+        while processes.launcher_alive(self.jobs[-1].folder) and time.monotonic() < deadline:
             time.sleep(POLL_S)  # it still writes table.csv
         return self.table()
 
     def stop(self) -> pd.DataFrame:
         """End the run that goes on and drop those that wait."""
-        watched_over = [job.folder for job in self.jobs if runfolder.read_launcher(job.folder)]
+        watched_over = [job.folder for job in self.jobs if processes.read_launcher(job.folder)]
         if watched_over:
             end(watched_over[-1])  # one process has them all
         else:
             end_by_name(self.folder)
         for job in self.jobs:
             with contextlib.suppress(ConfigError):  # its folder is gone, or its config.json is damaged
-                results.settle(job.folder, reason="stopped")
+                settle(job.folder, reason="stopped")
         return self.table()
 
     def table(self) -> pd.DataFrame:
-        """One row a finished run: which repeat of which configuration, and `vdpp_core.tables.table`'s columns."""
+        """One row a finished run: which repeat of which configuration, and the columns of `compare.tables.table`."""
         labels = pd.DataFrame(self.runs)
         return labels.merge(tables.table([job.folder for job in self.jobs]), on="run_id", how="inner")
 
     def write_table(self) -> None:
         """table.csv in the sweep's folder."""
-        runfolder.write_atomically(self.folder / "table.csv", self.table().to_csv(index=False))
+        files.write_atomically(self.folder / "table.csv", self.table().to_csv(index=False))
 
 
 def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = None) -> Sweep:
@@ -122,7 +124,7 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
         raise ConfigError("repeats", repeats, "must be at least 1")
     ready = [config.for_ranks((config.parallel or Parallel()).world_size) for config in configs]
     for config in ready:
-        machine.check(config, config.layout.world_size)
+        checks.check(config, config.layout.world_size)
         if config.output_dir is not None:
             raise ConfigError("output_dir", config.output_dir, "not in a sweep: each run has a folder of its own")
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep-{secrets.token_hex(2)}"
@@ -135,6 +137,6 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
             run_id = f"{len(runs):03d}-{str(config.layout).replace(' × ', '-').replace(' ', '')}"
             folders.append(prepare(config.replace(output_dir=folder / run_id)))
             runs.append({"run_id": run_id, "config": number, "repeat": repeat})
-    runfolder.write_atomically(folder / "sweep.json", json.dumps(runs, indent=2) + "\n")
+    files.write_atomically(folder / "sweep.json", json.dumps(runs, indent=2) + "\n")
     launch(folders, log=folder / "launcher.log", sweep=folder)
     return Sweep(folder)

@@ -17,10 +17,11 @@ from PIL import Image
 
 from tests.browser.lab import chromium, lab
 from tests.doubles.checking import CALLS
-from vdpp_core import results, runfolder
-from vdpp_core.config import EXAMPLE_IMAGE, MODELS, RunConfig
-from vdpp_core.media import read_image
-from vdpp_core.runfolder import events_paths
+from vdpp_core.config import RunConfig
+from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.models.images import read_image
+from vdpp_core.runs import results, runfolder
+from vdpp_core.runs.events import events_paths
 
 __all__ = ["chromium", "lab"]  # fixtures
 DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

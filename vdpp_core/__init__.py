@@ -3,9 +3,9 @@
 from typing import Any
 
 from vdpp_core.config import RunConfig
-from vdpp_core.errors import ConfigError
-from vdpp_core.layout import Parallel
-from vdpp_core.steps import split
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.layout import Parallel
+from vdpp_core.config.steps import split
 
 __all__ = ["ConfigError", "Parallel", "RunConfig", "parallelize", "restore", "split"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import traceback
@@ -11,24 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vdpp_core.importing import importing
+from vdpp_core.cli import command_line, predictions
+from vdpp_core.config import RunConfig
+from vdpp_core.config.errors import ConfigError, redacted
+from vdpp_core.config.layout import Parallel
+from vdpp_core.engine import checks
+from vdpp_core.engine.limits import OutOfMemoryError
+from vdpp_core.engine.measure import keep_freed_memory
+from vdpp_core.models.images import how_it_fits
+from vdpp_core.parallel.rendezvous import Ranks, agree
+from vdpp_core.predict import memory
+from vdpp_core.predict.schedule import run_times
+from vdpp_core.runs import events, machine, processes, runfolder
 
-with importing():
-    from vdpp_core import cli, machine, memory, predicting, runfolder
-    from vdpp_core.config import RunConfig
-    from vdpp_core.errors import ConfigError, redacted
-    from vdpp_core.layout import Parallel
-    from vdpp_core.limits import OutOfMemoryError
-    from vdpp_core.measure import keep_freed_memory
-    from vdpp_core.media import how_it_fits
-    from vdpp_core.mesh import Ranks, agree
-
-PREDICTING = {"memory": predicting.show_memory, "plan": predicting.show_plan}
+PREDICTING = {"memory": predictions.show_memory, "plan": predictions.show_plan}
 PEERS = "diffusers, accelerate, torch's pipelining and ours, side by side on the same samples; two a rank by default"
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli.speak_anywhere()
+    command_line.speak_anywhere()
     argv = sys.argv[1:] if argv is None else argv
     arguments, ranks = _parser().parse_args(argv), Ranks.from_environment()
     try:
@@ -45,9 +47,9 @@ def main(argv: list[str] | None = None) -> None:
             work = [partial(_execute, folder, ranks)]
     except ConfigError as error:
         if ranks.local_rank == 0:
-            cli.fail(error.as_flag())
+            command_line.fail(error.as_flag())
         raise SystemExit(2) from None
-    cli.quiet()
+    command_line.quiet()
     try:
         for part in work:
             part()
@@ -62,14 +64,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.OneLineParser(prog="python -m vdpp_core", description=__doc__)
-    commands = cli.add_run_commands(parser)
-    for name in cli.COMMANDS:
+    parser = command_line.OneLineParser(prog="python -m vdpp_core", description=__doc__)
+    commands = command_line.add_run_commands(parser)
+    for name in command_line.COMMANDS:
         commands.choices[name].add_argument("--world-size", metavar="N", help="without torchrun: start so many ranks")
-    predicting.add_memory(commands)
-    predicting.add_plan(commands)
+    predictions.add_memory(commands)
+    predictions.add_plan(commands)
     comparing = commands.add_parser("peers", help=PEERS, description=PEERS)
-    cli.add_run_flags(comparing)
+    command_line.add_run_flags(comparing)
     comparing.add_argument("--world-size", metavar="N", help="ranks; default 2, or torchrun's")
     comparing.add_argument("--repeats", metavar="N", help="of every variant, in alternating order; default 3")
     run = commands.add_parser("run", help="execute prepared run folders one after another, under torchrun")
@@ -80,25 +82,31 @@ def _parser() -> argparse.ArgumentParser:
 def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Path:
     """Check everything, then make the run folder; all ranks know its place."""
     wanted, local_ranks = _wanted(arguments, ranks, alone=1)
-    config = cli.run_config(arguments, wanted)
-    machine.check(config, local_ranks)
+    config = command_line.run_config(arguments, wanted)
+    checks.check(config, local_ranks)
     if not ranks.under_torchrun:
         runfolder.check_place(config)
     if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by who goes on to run
-        cli.warn([*machine.before_start(config, local_ranks), *memory.before_start(config, local_ranks)])
+        command_line.warn([*checks.before_start(config, local_ranks), *memory.before_start(config, local_ranks)])
     if wanted != ranks.world_size:
         _become_torchrun(wanted, argv)
-    return Path(agree(ranks, lambda: str(runfolder.create(config))))
+    return Path(agree(ranks, lambda: str(_created(config))))
+
+
+def _created(config: RunConfig) -> Path:
+    folder = runfolder.create(config)
+    memory.record(folder)
+    return folder
 
 
 def _new_comparison(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> tuple[Path, partial[None]]:
     """Check everything, then make the folder; and the work in it, for all ranks to do."""
-    from vdpp_core import peers_report  # the other commands do not need what it imports
+    from vdpp_core.compare import peers_report  # the other commands do not need what it imports
 
     wanted, local_ranks = _wanted(arguments, ranks, alone=2)
-    repeats = cli.whole_number("repeats", arguments.repeats, 3)
+    repeats = command_line.whole_number("repeats", arguments.repeats, 3)
     config = peers_report.configuration(vars(arguments), wanted, local_ranks)
-    machine.check(config.for_ranks(wanted), local_ranks)
+    checks.check(config.for_ranks(wanted), local_ranks)
     if not ranks.under_torchrun:
         peers_report.place(config)
         _become_torchrun(wanted, argv)
@@ -108,20 +116,22 @@ def _new_comparison(arguments: argparse.Namespace, argv: list[str], ranks: Ranks
 
 
 def _compare(*arguments: Any) -> None:
-    from vdpp_core.peers import measure  # after the arguments were checked: it takes seconds to import
+    from vdpp_core.compare.peers import measure  # after the arguments were checked: it takes seconds to import
 
     measure(*arguments)
 
 
 def _show_comparison(folder: Path, as_json: bool) -> None:
-    from vdpp_core.peers_report import shown
+    from vdpp_core.compare.peers_report import shown
 
     print(shown(folder, as_json))
 
 
 def _wanted(arguments: argparse.Namespace, ranks: Ranks, alone: int) -> tuple[int, int]:
     """How many ranks in all and on this machine; `alone`: where neither torchrun nor --world-size says so."""
-    wanted = cli.whole_number("world_size", arguments.world_size, ranks.world_size if ranks.under_torchrun else alone)
+    wanted = command_line.whole_number(
+        "world_size", arguments.world_size, ranks.world_size if ranks.under_torchrun else alone
+    )
     if ranks.under_torchrun and wanted != ranks.world_size:
         raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
     return wanted, ranks.local_world_size if ranks.under_torchrun else wanted
@@ -147,26 +157,26 @@ def _prepared(folder: Path, ranks: Ranks) -> Path:
 
 
 def _not_run_before(folder: Path) -> str:
-    if runfolder.events_paths(folder) or runfolder.read_result(folder):
+    if events.events_paths(folder) or runfolder.read_result(folder):
         raise ConfigError("folder", folder, "was run before; a run folder is run once")
     return ""
 
 
 def _become_torchrun(ranks: int, argv: list[str]) -> None:
-    torchrun = ["-m", "vdpp_core.loopback", f"--nproc_per_node={ranks}"]
+    torchrun = ["-m", "vdpp_core.parallel.loopback", f"--nproc_per_node={ranks}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "vdpp_core", *argv])
 
 
 def _execute(folder: Path, ranks: Ranks) -> None:
-    with importing():
-        from vdpp_core import engine  # after the arguments were checked: it takes seconds to import
-        from vdpp_core.results import settle
+    from vdpp_core.engine import worker  # after the arguments were checked: it takes seconds to import
+    from vdpp_core.runs.results import settle
+
     keep_freed_memory(RunConfig.read(folder).memory_limit_gib is None)
     try:
-        engine.execute(folder, ranks)
+        worker.execute(folder, ranks, predict_times=run_times)
     except BaseException:
-        if not runfolder.launcher_alive(folder):
-            settle(folder, again=True)
+        if not processes.launcher_alive(folder):
+            settle(folder, again=True, predict_times=run_times)
         raise
 
 
@@ -182,7 +192,7 @@ def _show(folder: Path, as_json: bool) -> None:
     for name, value in (_summary(result) | _videos(result, config)).items():
         print(f"  {name:34} {value}")
     print(f"run folder: {folder}")
-    cli.warn(f"disturbed: {line}" for line in result.get("disturbed") or [])
+    command_line.warn(f"disturbed: {line}" for line in result.get("disturbed") or [])
 
 
 def _assignment(config: RunConfig) -> list[str]:
@@ -213,7 +223,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "samples per s, steady state": "needs two samples" if rate is None else f"{rate:.4f}",
         "utilisation per rank": ", ".join(f"{share:.0%}" for share in result["utilisation_per_rank"]),
         "peak memory per rank (GB)": ", ".join(f"{peak:.3f}" for peak in result["peak_memory_gb_per_rank"]),
-        "the same, predicted (GB)": f"{result['predicted']['max_peak_memory_gb']:.3f}",
+        "the same, predicted (GB)": f"{(result['predicted'] or {}).get('max_peak_memory_gb', math.nan):.3f}",
     }
 
 

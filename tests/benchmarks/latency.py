@@ -18,9 +18,11 @@ import pandas as pd
 import torch
 
 import launch
-from vdpp_core import Parallel, RunConfig, costs, memory, tables, unets
-from vdpp_core.limits import GIB
-from vdpp_core.measure import keep_freed_memory
+from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.compare import tables
+from vdpp_core.engine.measure import keep_freed_memory
+from vdpp_core.parallel.devices import GIB
+from vdpp_core.predict import costs, memory
 
 REPEATS, PAIRS = 5, 15
 BASE = RunConfig(latent_shape=(1, 4, 14, 24, 24), total_steps=6, threads=1, device="cpu")
@@ -61,7 +63,7 @@ def shortcut_ratios() -> list[float]:
         "encoder_hidden_states": torch.randn(2, 1, width),
         "added_time_ids": torch.tensor([[6, 127, 0.02]] * 2),
     }
-    both = [unets.load(config.replace(shortcuts=on), torch.device("cpu"), torch.float32) for on in (False, True)]
+    both = [models.load(config.replace(shortcuts=on), torch.device("cpu"), torch.float32) for on in (False, True)]
 
     @torch.no_grad()
     def seconds(unet: Any) -> float:

@@ -14,10 +14,11 @@ from typing import Any
 import pandas as pd
 
 import launch
-from vdpp_core import Parallel, RunConfig, memory
-from vdpp_core.limits import GIB
-from vdpp_core.unets.published import MEDIUM_UNET
-from vdpp_core.unets.published import PUBLISHED_SCHEDULER as SCHEDULER
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.models.published import MEDIUM_UNET
+from vdpp_core.models.published import PUBLISHED_SCHEDULER as SCHEDULER
+from vdpp_core.parallel.devices import GIB
+from vdpp_core.predict import memory
 
 BASE = RunConfig(
     model="medium",

@@ -11,7 +11,9 @@ from statistics import fmean, median
 import pandas as pd
 
 import launch
-from vdpp_core import Parallel, RunConfig, rates, tables
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.compare import tables
+from vdpp_core.predict import rates
 
 REPEATS = 3
 SAMPLES = (3, 8, 14)

@@ -13,9 +13,13 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 
 import launch
-from vdpp_core import Parallel, RunConfig, engine, results, runfolder, schedule, tables
-from vdpp_core.config import EXAMPLE_IMAGE, MODELS
-from vdpp_core.media import read_image
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.compare import tables
+from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.engine import worker
+from vdpp_core.models.images import read_image
+from vdpp_core.predict import schedule
+from vdpp_core.runs import results, runfolder
 
 REPEATS = 5  # of the sweep
 PAIRS = 31  # engine and official pipeline; short, since the machine drifts
@@ -103,7 +107,7 @@ def engine_ratios() -> list[float]:
         seconds = {}
         for who in ("ours", "official") if pair % 2 else ("official", "ours"):
             if who == "ours":
-                result = runfolder.read_result(engine.run(config))
+                result = runfolder.read_result(worker.run(config))
                 assert result is not None
                 seconds[who] = result["makespan_s"]
             else:

@@ -11,21 +11,23 @@ import nbformat
 import pytest
 from playwright.sync_api import Locator, expect
 
-from launch.controls import BREAKABLE
+from launch.widgets.controls import BREAKABLE
 from tests.browser.lab import PATIENCE_S, Lab
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 SLIDERS = """
 import ipywidgets as widgets
 import launch
-from vdpp_core import Parallel, plots, schedule, split
+from vdpp_core import Parallel, split
+from vdpp_core.plots import gantt
+from vdpp_core.predict import schedule
 
 
 def draw(ranks):
     layout = Parallel(pp=ranks)
     sizes = [len(steps) for steps in split(8, ranks)]
     spans = schedule.make(layout, sizes, 4, schedule.Seconds(0.1)).spans()
-    return plots.gantt([("a caption", spans, layout)], f"{ranks} ranks", "small print", predicted=True)
+    return gantt.gantt([("a caption", spans, layout)], f"{ranks} ranks", "small print", predicted=True)
 
 
 launch.sliders(draw, ranks=widgets.IntSlider(2, 1, 4, continuous_update=False))

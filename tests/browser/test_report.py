@@ -12,8 +12,9 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page
 
-from launch.report import PROJECT, report
-from vdpp_core import Parallel, RunConfig, results, runfolder
+from launch.report.execute import PROJECT, report
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.runs import results, runfolder
 
 FACTS = {"host": "a", "device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
 STEP_S = 0.25

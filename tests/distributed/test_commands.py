@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from vdpp_core import Parallel, RunConfig, runfolder
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.runs import runfolder
 
 OF_THE_DOCUMENTS = {
     "world_size",

@@ -15,8 +15,9 @@ import torch
 from tests.distributed.breaking import RULES
 from tests.distributed.conftest import COMMAND, with_doubles
 from tests.doubles.checking import check
-from vdpp_core import RunConfig, runfolder
-from vdpp_core.config import EXAMPLE_IMAGE
+from vdpp_core import RunConfig
+from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.runs import runfolder, saved_latents
 
 SYNCHRONISED = {  # dp × pp × cfg × frames × fsdp, in fours
     "pp 4": {"pp": 4},
@@ -81,5 +82,5 @@ def test_synchronising_the_device_at_any_moment_locks_nothing_up(
     assert verdict.calls > 500
     for folder in folders:
         for sample in range(base.num_samples):
-            latents, expected = runfolder.load_latents(folder, sample), official(base, sample)
+            latents, expected = saved_latents.load_latents(folder, sample), official(base, sample)
             assert ((latents - expected).norm() / expected.norm()).item() <= 1e-5, folder.name

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vdpp_core import Parallel, RunConfig, progress, runfolder
-from vdpp_core.config import MODELS
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.run import MODELS
+from vdpp_core.runs import events, processes, runfolder, saved_latents
 
 pytestmark = pytest.mark.alone
 
@@ -63,7 +64,7 @@ def assert_what_is_finished_is_whole(folder):
     assert len(finished) >= 3
     assert runfolder.read_result(folder)["samples_finished"] == len(finished)
     for sample in finished:
-        latents = runfolder.load_latents(folder, sample)
+        latents = saved_latents.load_latents(folder, sample)
         assert latents.shape == config.shape
         assert torch.isfinite(latents).all()
 
@@ -72,7 +73,7 @@ def assert_last_words_are_last(folder):
     """Nothing is computed, written or counted after a rank has said that it ends."""
     for rank in range(2):
         kinds = [event["kind"] for event in runfolder.read_events(folder) if event["rank"] == rank]
-        said = [kind for kind in kinds if kind in progress.ENDS]
+        said = [kind for kind in kinds if kind in events.ENDS]
         assert len(said) == 1, kinds[-4:]
         assert kinds[-1] == said[0], kinds[-4:]
 
@@ -80,7 +81,7 @@ def assert_last_words_are_last(folder):
 def assert_no_rank_is_left(folder, ranks=2):
     starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
     assert len(starts) == ranks
-    assert [start["rank"] for start in starts if runfolder.is_rank(start)] == []
+    assert [start["rank"] for start in starts if processes.is_rank(start)] == []
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_torchrun_itself_is_killed(long_run, torchrun_in_background, wait_until)
         starts = [start_of(folder, rank) for rank in range(2)]
         process.kill()
         process.wait()
-        wait_until(lambda: not any(runfolder.is_rank(start) for start in starts), 15)
+        wait_until(lambda: not any(processes.is_rank(start) for start in starts), 15)
     result = runfolder.read_result(folder)
     assert result["outcome"] == "stopped"
     assert_last_words_are_last(folder)

@@ -11,12 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from vdpp_core import RunConfig, engine, machine, media, runfolder
+from vdpp_core import RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import EXAMPLE_IMAGE, MODELS
-from vdpp_core.decode import Decoder
-from vdpp_core.denoise import Denoiser
-from vdpp_core.videos import Official
+from vdpp_core.config import execution
+from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.engine import media, worker
+from vdpp_core.engine.videos import Official
+from vdpp_core.models.decoding import Decoder
+from vdpp_core.models.denoising import Denoiser
+from vdpp_core.runs import runfolder, saved_latents
 
 QUICK = {"total_steps": 4, "num_frames": 5, "num_samples": 3, "threads": 1, "compare_official": True}
 CASES = {
@@ -64,9 +67,9 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
         "max_frame_difference": 0,
     }
     cpu, sample = torch.device("cpu"), config.num_samples - 1  # and once more, from the latents of the run
-    dtype, steps = machine.dtype(config), list[int]()
+    dtype, steps = execution.dtype(config), list[int]()
     latents, frames = Official(config, cpu, dtype).generate(sample, steps.append)
-    ours = runfolder.load_latents(folder, sample).transpose(1, 2)
+    ours = saved_latents.load_latents(folder, sample).transpose(1, 2)
     assert torch.equal(ours, latents)
     assert steps == list(range(config.total_steps))
     told = [event for event in runfolder.read_events(folder) if event["kind"] == "comparing"]  # so no long silence
@@ -86,7 +89,7 @@ def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, one_thr
     pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"])
     pipeline.set_progress_bar_config(disable=True)
     folder, seen = folders["1 stage"], []
-    latents = runfolder.load_latents(folder, 1).transpose(1, 2)
+    latents = saved_latents.load_latents(folder, 1).transpose(1, 2)
     for size in (1, 4, 14):
         config = RunConfig.read(folder).replace(decode_chunk_size=size)
         pictures = pipeline(
@@ -109,7 +112,7 @@ def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, one_thr
 def test_the_files_of_a_run(name, folders):
     folder = folders[name]
     config, result = RunConfig.read(folder), runfolder.read_result(folder)
-    names = [name for sample in range(config.num_samples) for name in runfolder.video_names(config, sample)]
+    names = [name for sample in range(config.num_samples) for name in saved_latents.video_names(config, sample)]
     assert len(names) == config.num_samples * config.shape[0]
     expected = {f"{name}.{kind}" for name in names for kind in ("mp4", "gif", "png")}
     assert {path.name for path in (folder / "videos").iterdir()} == expected | {"contact-sheet.png", "input.png"}
@@ -154,13 +157,13 @@ def test_no_file_is_written_of_a_video_without_a_picture(value, words, tmp_path,
     monkeypatch.setattr(StableVideoDiffusionPipeline, "decode_latents", spoilt)
     config = RunConfig(command="generate", total_steps=2, num_frames=3, threads=1, output_dir=tmp_path / "run")
     with pytest.raises(FloatingPointError, match=rf"^sample 0: .*{words}.*--dtype fp32"):
-        engine.run(config)
+        worker.run(config)
     result = runfolder.read_result(tmp_path / "run")
     assert (result["outcome"], result["samples_finished"], result["videos_written"]) == ("failed", 1, 0)
     assert words in result["failure"]["cause"]
     assert result["failure"]["sample"] == 0
     assert not (tmp_path / "run" / "videos").exists()
-    assert runfolder.load_latents(tmp_path / "run", 0).shape == config.shape
+    assert saved_latents.load_latents(tmp_path / "run", 0).shape == config.shape
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_latents_that_are_not_finite_end_the_run(save_latents, words, tmp_path, 
     monkeypatch.setattr(Denoiser, "noise", lambda *arguments: noise(*arguments) * float("nan"))
     small = {"total_steps": 2, "num_frames": 3, "threads": 1, "save_latents": save_latents}
     with pytest.raises(FloatingPointError, match=rf"^sample 0: .*{words}"):
-        engine.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
+        worker.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
     result = runfolder.read_result(tmp_path / "run")
     assert (result["outcome"], result["videos_written"]) == ("failed", 0)
     assert words in result["failure"]["cause"]
@@ -189,7 +192,7 @@ def test_the_videos_before_a_spoilt_one_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(Decoder, "frames", spoilt)
     small = {"total_steps": 2, "num_frames": 3, "threads": 1, "num_samples": 3}
     with pytest.raises(FloatingPointError, match=r"^sample 1: no picture$"):
-        engine.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
+        worker.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
     result = runfolder.read_result(tmp_path / "run")
     assert (result["outcome"], result["samples_finished"], result["videos_written"]) == ("failed", 3, 1)
     assert (result["failure"]["rank"], result["failure"]["sample"]) == (0, 1)

@@ -14,7 +14,8 @@ import pytest
 
 import launch
 from launch.__main__ import main
-from vdpp_core import Parallel, RunConfig, runfolder
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.runs import runfolder
 
 pytestmark = pytest.mark.alone
 

@@ -17,7 +17,8 @@ import pytest
 
 import launch
 from tests.distributed.conftest import launch_command
-from vdpp_core import Parallel, RunConfig, runfolder
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.runs import runfolder, saved_latents
 
 pytestmark = pytest.mark.alone
 
@@ -51,7 +52,7 @@ def assert_nothing_left(job: launch.Job, ranks: dict[int, int], wait_until: Wait
     launcher = json.loads((job.folder / "job.json").read_text())["pid"]
     wait_until(lambda: all(is_gone(pid) for pid in [*ranks.values(), launcher]), 15)
     for sample in range(job.result()["samples_finished"]):
-        assert runfolder.load_latents(job.folder, sample).shape == LONG.shape
+        assert saved_latents.load_latents(job.folder, sample).shape == LONG.shape
 
 
 def test_start_returns_at_once_and_the_run_can_be_watched_to_its_end(tmp_path: Path):

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from vdpp_core import Parallel, RunConfig, engine, runfolder
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.engine import worker
+from vdpp_core.runs import events, runfolder, saved_latents
 
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 ENDPOINT = "10.77.0.1:29400"
@@ -120,16 +122,16 @@ def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
     machines.start("videos", "--nproc", "2", "generate", "--total-steps", "4", "--num-samples", "2", "--pp", "4")
     first, second = (machine.run("videos") for machine in machines)
     config = RunConfig(command="generate", total_steps=4, num_samples=2, num_frames=4, threads=1)
-    alone = engine.run(config.replace(output_dir=tmp_path / "alone"))
+    alone = worker.run(config.replace(output_dir=tmp_path / "alone"))
     results = results_of([first, second], wait_until, 120)
     assert results[0] == results[1]
     assert (results[0]["outcome"], results[0]["samples_finished"], results[0]["videos_written"]) == ("ok", 2, 2)
     for sample in range(2):
-        assert torch.equal(runfolder.load_latents(first, sample), runfolder.load_latents(alone, sample))
+        assert torch.equal(saved_latents.load_latents(first, sample), saved_latents.load_latents(alone, sample))
     for path in (alone / "videos").iterdir():
         assert path.read_bytes() == (first / "videos" / path.name).read_bytes()
-    assert len(runfolder.events_paths(first)) == 4
-    assert len(runfolder.events_paths(second)) == 2
+    assert len(events.events_paths(first)) == 4
+    assert len(events.events_paths(second)) == 2
     assert len(list(first.glob("logs/*/launcher.log"))) == 2
     wait_until(lambda: not machines.pids(), 15)
 
@@ -138,11 +140,11 @@ def test_frames_over_two_machines_with_a_shared_folder(machines: Machines, tmp_p
     arguments = ["benchmark", "--total-steps", "3", "--frames", "2", "--output-dir", str(tmp_path / "shared")]
     machines.start("shared", *arguments)
     config = RunConfig(total_steps=3, num_frames=4, save_latents=True, warmup_samples=0, threads=1)
-    alone = runfolder.load_latents(engine.run(config.replace(output_dir=tmp_path / "alone")), 0)
+    alone = saved_latents.load_latents(worker.run(config.replace(output_dir=tmp_path / "alone")), 0)
     (result,) = results_of([tmp_path / "shared"], wait_until, 120)
     assert (result["outcome"], result["parallel"]) == ("ok", Parallel(frames=2).model_dump())
     assert result["hosts"] == [machine.name for machine in machines]
-    latents = runfolder.load_latents(tmp_path / "shared", 0)
+    latents = saved_latents.load_latents(tmp_path / "shared", 0)
     assert (latents - alone).abs().max() <= 1e-5 * alone.abs().max()
     assert not list((tmp_path / "shared").glob(".*"))
     wait_until(lambda: not machines.pids(), 15)
@@ -167,9 +169,9 @@ def test_both_machines_resume_a_run_in_a_shared_folder(machines: Machines, tmp_p
     assert result["resumed"] == {"attempt": 2, "samples_kept": len(kept)}
     assert samples_in(folder) == 6 - len(kept) > 0
     config = RunConfig(command="generate", total_steps=12, num_samples=6, num_frames=4, threads=1)
-    alone = engine.run(config.replace(output_dir=tmp_path / "alone"))
+    alone = worker.run(config.replace(output_dir=tmp_path / "alone"))
     for sample in range(6):
-        assert torch.equal(runfolder.load_latents(folder, sample), runfolder.load_latents(alone, sample))
+        assert torch.equal(saved_latents.load_latents(folder, sample), saved_latents.load_latents(alone, sample))
     for path in (alone / "videos").iterdir():
         assert path.read_bytes() == (folder / "videos" / path.name).read_bytes()
     assert len(list(folder.glob("logs/*/launcher.log"))) == len(list(folder.glob("attempts/1/logs/*"))) == 2

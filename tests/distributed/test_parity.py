@@ -8,8 +8,10 @@ import functools
 import pytest
 import torch
 
-from vdpp_core import RunConfig, costs, runfolder
-from vdpp_core.config import EXAMPLE_IMAGE
+from vdpp_core import RunConfig
+from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.predict import costs
+from vdpp_core.runs import runfolder, saved_latents
 
 DENOISING = {"command": "benchmark", "warmup_samples": 0, "save_latents": True}  # of an image, nothing is decoded
 QUICK = {"total_steps": 7, "num_frames": 5}
@@ -117,7 +119,7 @@ def test_latents_are_those_of_the_official_pipeline(name, run_folders, official)
     assert (result["outcome"], result["samples_finished"]) == ("ok", config.num_samples)
     assert len(list((folder / "latents").iterdir())) == config.num_samples
     for sample in range(config.num_samples):
-        latents = runfolder.load_latents(folder, sample)
+        latents = saved_latents.load_latents(folder, sample)
         assert latents.shape == config.shape
         assert torch.equal(latents, official(config, sample)), f"sample {sample}"
 
@@ -128,7 +130,7 @@ def test_latents_of_a_lockstep_group_are_close_to_the_official_pipelines(name, r
     config, result = RunConfig.read(folder), runfolder.read_result(folder)
     assert (result["outcome"], result["samples_finished"]) == ("ok", config.num_samples)
     for sample in range(config.num_samples):
-        latents, expected = runfolder.load_latents(folder, sample), official(config, sample)
+        latents, expected = saved_latents.load_latents(folder, sample), official(config, sample)
         assert latents.shape == config.shape
         assert ((latents - expected).norm() / expected.norm()).item() <= tolerance, f"sample {sample}"
     if config.compare_official:

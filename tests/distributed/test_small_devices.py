@@ -9,8 +9,10 @@ import sys
 import pytest
 
 import launch
-from vdpp_core import Parallel, RunConfig, memory, runfolder
-from vdpp_core.limits import can_limit
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.parallel.devices import can_limit
+from vdpp_core.predict import memory
+from vdpp_core.runs import runfolder
 
 pytestmark = pytest.mark.skipif(not can_limit("cpu"), reason="a process's memory can be limited under Linux only")
 MEDIUM = RunConfig(
@@ -26,8 +28,9 @@ LOADING = """
 import json, sys
 import torch
 from vdpp_core import RunConfig
-from vdpp_core.measure import MemoryMeter, keep_freed_memory
-from vdpp_core.mesh import Ranks, joined
+from vdpp_core.engine.measure import MemoryMeter, keep_freed_memory
+from vdpp_core.parallel.rendezvous import Ranks
+from vdpp_core.parallel.world import joined
 from vdpp_core.parallel import fsdp
 
 config = RunConfig(**json.loads(sys.argv[1]))
@@ -64,7 +67,7 @@ def test_loading_never_holds_the_whole(source, tmp_path):
 def save_medium(folder):
     from diffusers import EulerDiscreteScheduler, UNetSpatioTemporalConditionModel
 
-    from vdpp_core.unets.published import MEDIUM_UNET, PUBLISHED_SCHEDULER
+    from vdpp_core.models.published import MEDIUM_UNET, PUBLISHED_SCHEDULER
 
     UNetSpatioTemporalConditionModel.from_config(MEDIUM_UNET).save_pretrained(folder / "unet", max_shard_size="200MB")
     EulerDiscreteScheduler(**PUBLISHED_SCHEDULER).save_pretrained(folder / "scheduler")

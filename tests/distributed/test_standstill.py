@@ -11,7 +11,10 @@ import pytest
 
 import launch
 from tests.distributed.conftest import launch_command
-from vdpp_core import ConfigError, Parallel, RunConfig, rates, runfolder, tables
+from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.compare import tables
+from vdpp_core.predict import rates
+from vdpp_core.runs import events, runfolder
 
 STOPPED_S = 4.0
 
@@ -20,7 +23,7 @@ def test_a_rank_that_is_stopped_for_seconds(tmp_path: Path, wait_until: Callable
     config = RunConfig(total_steps=8, num_samples=30, num_frames=3, threads=1, parallel=Parallel(pp=2))
     job = launch.start(config.replace(output_dir=tmp_path / "runs" / "stopped"))
 
-    def rank_1() -> list[runfolder.Event]:
+    def rank_1() -> list[events.Event]:
         return [event for event in runfolder.read_events(job.folder) if event["rank"] == 1]
 
     wait_until(lambda: sum(event["kind"] == "sample" for event in rank_1()) >= 3, 90)

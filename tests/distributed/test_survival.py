@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import launch
-from vdpp_core import Parallel, RunConfig, runfolder
-from vdpp_core.errors import ConfigError
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.runs import files, processes, runfolder, saved_latents
 
 SAMPLES = 6
 CONFIG = RunConfig(
@@ -37,13 +38,13 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -
     """The folder of an undisturbed run; of another layout, which gives the same bits."""
     job = launch.start(CONFIG.replace(output_dir=tmp_path_factory.mktemp("whole") / "run", parallel=Parallel()))
     assert job.wait(120)["outcome"] == "ok"
-    wait_until(lambda: not runfolder.launcher_alive(job.folder), 15)
+    wait_until(lambda: not processes.launcher_alive(job.folder), 15)
     return job.folder
 
 
 @pytest.fixture(scope="module")
 def undisturbed(whole_run: Path) -> list[torch.Tensor]:
-    return [runfolder.load_latents(whole_run, sample) for sample in range(SAMPLES)]
+    return [saved_latents.load_latents(whole_run, sample) for sample in range(SAMPLES)]
 
 
 @pytest.fixture
@@ -61,18 +62,18 @@ def finished(folder: Path) -> int:
     return sum(event["kind"] == "sample" for event in runfolder.read_events(folder))
 
 
-def processes(folder: Path) -> list[psutil.Process]:
+def processes_of(folder: Path) -> list[psutil.Process]:
     """The ranks in their order, and the process that watches over them."""
     starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
     starts.sort(key=lambda event: event["rank"])
-    launcher = runfolder.read_launcher(folder)
+    launcher = processes.read_launcher(folder)
     assert launcher is not None
     return [psutil.Process(facts["pid"]) for facts in [*starts, launcher]]
 
 
 def in_the_middle(folder: Path, wait_until: WaitUntil) -> list[psutil.Process]:
     wait_until(lambda: finished(folder) >= 2, 90)
-    return processes(folder)
+    return processes_of(folder)
 
 
 def assert_none_is_left(family: list[psutil.Process], seconds: float = 15) -> None:
@@ -149,14 +150,14 @@ def test_a_full_disk(small_disk: Path, undisturbed, wait_until: WaitUntil):
     assert result == runfolder.read_result(job.folder)
     assert_none_is_left(family)
     for sample in range(result["samples_finished"]):
-        assert torch.equal(runfolder.load_latents(job.folder, sample), undisturbed[sample])
+        assert torch.equal(saved_latents.load_latents(job.folder, sample), undisturbed[sample])
     ballast.unlink()
     assert_resumes(job, undisturbed)
 
 
 def assert_whole(folder: Path, undisturbed: list[torch.Tensor]) -> None:
     for sample, latents in enumerate(undisturbed):
-        assert torch.equal(runfolder.load_latents(folder, sample), latents), sample
+        assert torch.equal(saved_latents.load_latents(folder, sample), latents), sample
 
 
 def test_two_runs_at_once_and_the_death_of_a_kernel_that_started_one(
@@ -188,7 +189,7 @@ launch.start(RunConfig.model_validate_json({CONFIG.replace(output_dir=tmp_path /
 def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, whole_run: Path, undisturbed):
     job = launch.Job(Path(shutil.copytree(whole_run, tmp_path / "run")))
     whole = job.result()
-    changed, cut, missing = (runfolder.latents_path(job.folder, sample) for sample in (1, 2, 4))
+    changed, cut, missing = (saved_latents.latents_path(job.folder, sample) for sample in (1, 2, 4))
     changed.write_bytes(changed.read_bytes()[:-4] + b"\0\0\0\0")
     cut.write_bytes(cut.read_bytes()[:100])
     missing.unlink()
@@ -217,7 +218,7 @@ def test_videos_are_made_of_samples_that_were_finished_before(tmp_path: Path):
     before = {path.name: path.read_bytes() for path in videos.iterdir()}
     for name in ("sample-000.mp4", "sample-001.gif"):
         (videos / name).unlink()
-    runfolder.latents_path(job.folder, 2).unlink()
+    saved_latents.latents_path(job.folder, 2).unlink()
     for name in ("sample-002.mp4", "sample-002.gif", "sample-002.png", "contact-sheet.png"):
         (videos / name).unlink()
     assert job.resume().wait(120)["videos_written"] == 3
@@ -230,11 +231,11 @@ def test_what_cannot_be_resumed(tmp_path: Path, whole_run: Path):
     with pytest.raises(ConfigError, match="nothing is missing"):
         job.resume()
     config = RunConfig.read(job.folder)
-    runfolder.latents_path(job.folder, 0).unlink()
-    runfolder.write_atomically(job.folder / "config.json", config.replace(save_latents=False).to_json())
+    saved_latents.latents_path(job.folder, 0).unlink()
+    files.write_atomically(job.folder / "config.json", config.replace(save_latents=False).to_json())
     with pytest.raises(ConfigError, match="kept no latents"):
         job.resume()
-    runfolder.write_atomically(job.folder / "config.json", config.replace(dtype="bf16").to_json())
+    files.write_atomically(job.folder / "config.json", config.replace(dtype="bf16").to_json())
     with pytest.raises(
         ConfigError, match=r"computed on cpu in float32; here it would be cpu in bfloat16: other latents"
     ):

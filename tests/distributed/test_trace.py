@@ -12,7 +12,9 @@ import pytest
 
 import launch
 from launch.__main__ import main
-from vdpp_core import Parallel, RunConfig, chrome_trace, runfolder
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.plots import perfetto
+from vdpp_core.runs import runfolder
 
 SHORT = RunConfig(model="dummy", total_steps=6, num_samples=4, latent_shape=(1, 4, 2, 8, 8), device="cpu")
 NEEDED = {  # of each phase, by the Trace Event Format
@@ -167,7 +169,7 @@ def folder(tmp_path: Path, write_events: Callable[..., None]) -> Path:
 
 
 def test_a_run_that_goes_on_is_drawn_up_to_its_last_event(folder: Path):
-    entries = checked(chrome_trace.write(folder))
+    entries = checked(perfetto.write(folder))
     of_1 = {"tid": 1, "cat": "phase"}
     assert names(entries, "X", **of_1) == ["loading", "warming up", "running", "decoding"]
     ends = {e["name"]: e["ts"] + e["dur"] for e in entries if e["ph"] == "X" and e["tid"] == 1}
@@ -178,7 +180,7 @@ def test_a_run_that_goes_on_is_drawn_up_to_its_last_event(folder: Path):
 
 
 def test_a_bad_end_is_drawn_and_damaged_lines_are_left_out(folder: Path, write_events: Callable[..., None]):
-    before = len(checked(chrome_trace.write(folder)))
+    before = len(checked(perfetto.write(folder)))
     lines = ['{"t": 103.5, "rank": 0, "kind": "st', "7", "null", '{"t": "x", "rank": 0, "kind": "step"}', "\0\0"]
     lines += [
         '{"t": 103.5, "rank": 0, "kind": "step", "sample": 1, "step": 0}',
@@ -190,7 +192,7 @@ def test_a_bad_end_is_drawn_and_damaged_lines_are_left_out(folder: Path, write_e
         file.write("\n".join(lines) + "\n")
     failure = {"rank": 1, "sample": 0, "step": None, "cause": "killed by SIGKILL"}
     (folder / "result.json").write_text(json.dumps({"outcome": "failed", "failure": failure}))
-    entries = checked(chrome_trace.write(folder))
+    entries = checked(perfetto.write(folder))
     assert names(entries, "i", cat="failure", tid=0) == ["ValueError: no luck"]
     assert names(entries, "i", cat="failure", tid=1) == ["killed by SIGKILL"]
     assert len(entries) == before + 2
@@ -198,6 +200,6 @@ def test_a_bad_end_is_drawn_and_damaged_lines_are_left_out(folder: Path, write_e
 
 def test_a_run_without_events_has_its_ranks_and_nothing_else(tmp_path: Path):
     folder = runfolder.create(SHORT.replace(output_dir=tmp_path / "run", parallel=Parallel(dp=2, pp=2)))
-    entries = checked(chrome_trace.write(folder))
+    entries = checked(perfetto.write(folder))
     assert names(entries, "M")[:4:2] == ["process_name", "process_name"]
     assert len(entries) == 2 * 2 + 2 * 4

@@ -26,10 +26,12 @@ import torch
 
 import launch
 from tests.doubles import cards as doubles
-from vdpp_core import Parallel, RunConfig, machine, memory, runfolder, tables
-from vdpp_core.limits import GIB
-from vdpp_core.parallel import communicators
-from vdpp_core.runfolder import Event
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.parallel import devices
+from vdpp_core.parallel.devices import GIB
+from vdpp_core.predict import communicators, memory, published
+from vdpp_core.runs import files, machine, runfolder
+from vdpp_core.runs.events import Event
 
 Row = dict[str, Any]
 
@@ -42,7 +44,7 @@ PEERS = [
     *("--latent-shape", "1", "4", "14", "72", "128"),
 ]
 PUBLISHED_STEPS = 28
-PUBLISHED: list[Row] = tables.published()["memory_cfg3_28steps_1sample"]
+PUBLISHED: list[Row] = published.figures()["memory_cfg3_28steps_1sample"]
 ONE_RANK = [row for row in PUBLISHED if row["mode"] == "pipeline" and row["gpus"] == 1]
 FSDP = [row for row in PUBLISHED if row["mode"] == "fsdp"]
 TOO_LARGE = next(row for row in ONE_RANK if row["outcome"] == "oom")
@@ -96,7 +98,7 @@ def plan(cards: int) -> tuple[list[RunConfig], list[str]]:
 
 def whole(config: RunConfig) -> int:
     """Bytes of the smallest device of a run's ranks, without the limit that it plays."""
-    return machine.capacity(config.replace(memory_limit_gib=None), (config.parallel or Parallel()).world_size)
+    return devices.capacity(config.replace(memory_limit_gib=None), (config.parallel or Parallel()).world_size)
 
 
 def expectation(config: RunConfig) -> memory.Fit:
@@ -240,7 +242,7 @@ def write(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}-{day}.json"
-    runfolder.write_atomically(path, json.dumps(facts, indent=2) + "\n")
+    files.write_atomically(path, json.dumps(facts, indent=2) + "\n")
     return path
 
 
@@ -316,7 +318,7 @@ def show(cards: int) -> None:
     """What `check` would do on so many cards here."""
     configs, left_out = plan(cards)
     least = min(torch.cuda.get_device_capability(card) for card in range(cards))
-    there = machine.capacity(BASE, cards) / GIB
+    there = devices.capacity(BASE, cards) / GIB
     card = f"{machine.hardware_name(machine.hardware())}, compute capability {'.'.join(map(str, least))}"
     print(f"{card}, {there:.2f} GiB: {len(configs)} runs in {DTYPE}, nothing is run now")
     for number, config in enumerate(configs, start=1):

@@ -14,7 +14,7 @@ import pytest
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
-from launch import pages
+from launch.report import pages
 from tests.browser.lab import CHROMIUM, NEEDED, Lab
 from tests.conftest import write_run
 from vdpp_core import Parallel, RunConfig
@@ -73,9 +73,9 @@ for control in controls:
     same = drawn[0] == drawn[-1] or not all(one.startswith(b"\\x89PNG") for one in drawn)
     print(f"moved {control.description}: {'nothing changed' if same else 'redrawn'}")
 for chosen in ({"dp": 4, "pp": 2}, {"pp": 6, "total_steps": 5}, {"frames": 3, "num_frames": 2}, {"fsdp": True}):
-    print(chosen, "->", planner(gpus=6, goal="latency", **chosen).axes[0].texts[0].get_text())
-print("one video ->", planner(gpus=6, goal="cadence", num_samples=1).axes[0].texts[0].get_text())
-print("too large ->", planner(gpus=1, goal="latency", height=1280, width=2304, capacity_gib=1).get_suptitle())
+    print(chosen, "->", plan(gpus=6, goal="latency", **chosen).axes[0].texts[0].get_text())
+print("one video ->", plan(gpus=6, goal="cadence", num_samples=1).axes[0].texts[0].get_text())
+print("too large ->", plan(gpus=1, goal="latency", height=1280, width=2304, capacity_gib=1).get_suptitle())
 """,
 }
 

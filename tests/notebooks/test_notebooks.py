@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 import launch
-from launch import pages
+from launch.report import pages
 from tests.conftest import write_run
 from tests.notebooks.conftest import NOTEBOOKS, PREDICTING, SMALL, assert_renders, read, texts
-from vdpp_core import ConfigError, Parallel, RunConfig, checks, planner_plots, rates, runfolder, tables
+from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.compare import tables
+from vdpp_core.plots import plan_overview
+from vdpp_core.predict import accuracy, rates
+from vdpp_core.runs import runfolder
 
 NOTEBOOKS_OF = {path.stem: path for path in NOTEBOOKS}
 
@@ -108,7 +112,7 @@ def test_the_planner_says_so_where_all_runs_were_disturbed(tmp_path: Path, monke
     stub = SimpleNamespace(sweep=lambda _: SimpleNamespace(jobs=stopped), watch=lambda _: None)
     cells = [cell.source for cell in read(NOTEBOOKS_OF["04_planner"]).cells]
     compare = next(number for number, source in enumerate(cells) if "checks.among(" in source)
-    names = {"launch": stub, "checks": checks, "runfolder": runfolder, "planner_plots": planner_plots}
+    names = {"launch": stub, "checks": accuracy, "runfolder": runfolder, "planner_plots": plan_overview}
     names |= {"tables": tables, "RunConfig": RunConfig, "Parallel": Parallel}
     for source in cells[compare : compare + 2]:
         exec(source, names)
@@ -121,7 +125,7 @@ def test_the_planner_takes_no_disturbed_run_to_calibrate_on(tmp_path: Path, monk
     short = RunConfig(num_samples=2, total_steps=3, device="cpu", parallel=Parallel())
     write_run(tmp_path, "stopped", short, 0.1, stopped_s=20.0)
     source = next(cell.source for cell in read(NOTEBOOKS_OF["04_planner"]).cells if "rates.from_run(" in cell.source)
-    names = {"launch": launch, "checks": checks, "rates": rates, "RunConfig": RunConfig, "ConfigError": ConfigError}
+    names = {"launch": launch, "checks": accuracy, "rates": rates, "RunConfig": RunConfig, "ConfigError": ConfigError}
     exec(source, names | {"CALIBRATE": "stopped", "MODEL": "svd"})
     said = capsys.readouterr().out
     assert "was disturbed: rank 0 took 20.1 s at sample 1, step 2" in said

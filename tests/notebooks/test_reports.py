@@ -13,12 +13,13 @@ import nbformat
 import pandas as pd
 import pytest
 
-from launch import parameters
 from launch.__main__ import main
-from launch.pages import Done
-from launch.report import report
-from vdpp_core import Parallel, RunConfig, runfolder
-from vdpp_core.errors import ConfigError
+from launch.report import parameters
+from launch.report.execute import report
+from launch.report.pages import Done
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.runs import runfolder
 
 FIGURE = """
 import matplotlib.pyplot as plt
@@ -30,7 +31,8 @@ figure
 TABLE = "import pandas as pd\npd.DataFrame({'third': [TOTAL_STEPS / 3] * 100}).rename_axis('row')"
 STYLED = "pd.DataFrame({'x': [1 / 3]}).style.format('{:.1f}')"
 MAKES_A_RUN = """
-from vdpp_core import Parallel, RunConfig, runfolder
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.runs import runfolder
 runfolder.create(RunConfig(parallel=Parallel(dp=2), total_steps=TOTAL_STEPS)).name
 """
 
@@ -193,7 +195,7 @@ def test_the_command_hands_on_its_words_and_ends_with_1_where_a_notebook_failed(
         assert (names, settings) == (["01", "04"], ["a=1", "b=2"])
         return made
 
-    monkeypatch.setattr("launch.report.report", fake)
+    monkeypatch.setattr("launch.report.execute.report", fake)
     monkeypatch.setattr("warnings.showwarning", print)  # main sets it
     with pytest.raises(SystemExit, match="1"):
         main(["report", "--set", "a=1", "--set", "b=2", "01", "04"])

@@ -8,12 +8,14 @@ import math
 import pandas as pd
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, advice, costs, machine, memory, rates, schedule
+from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.advice import Counted, Room, advise
-from vdpp_core.costs import Cost
-from vdpp_core.limits import GIB
-from vdpp_core.rates import Link, Rates
+from vdpp_core.config import execution
+from vdpp_core.parallel.devices import GIB
+from vdpp_core.predict import costs, memory, planner, rates, schedule
+from vdpp_core.predict.costs import Cost
+from vdpp_core.predict.planner import Counted, Room, advise
+from vdpp_core.predict.rates import Link, Rates
 
 SVD = RunConfig(model="svd", random_weights=True, device="cuda", dtype="fp16", latent_shape=(1, 4, 25, 160, 288))
 CARD = Rates(1e12, Link(1e9), "made up")
@@ -49,7 +51,7 @@ def row(table: pd.DataFrame, layout: str):
 
 @pytest.mark.parametrize("gpus", range(1, 9))
 def test_all_layouts_are_looked_at_once(gpus):
-    found = list(advice.layouts(gpus))
+    found = list(planner.layouts(gpus))
     assert len(set(found)) == len(found)
     assert max(layout.world_size for layout in found) == gpus
     plain = [layout for layout in found if not layout.fsdp]
@@ -109,7 +111,7 @@ def test_what_does_not_fit_falls_out_with_its_reason():
     assert row(table, "dp 4")["reason"] == "more replicas than the 1 sample(s)"
     assert "2 replicas only hold parameters" in row(table, "dp 3 × fsdp")["reason"]
     assert table["place"].isna().tolist() == sorted(table["place"].isna())  # they come last
-    close = simple("latency", capacity_gib=21 / (1 - advice.SPARE) - 0.01)
+    close = simple("latency", capacity_gib=21 / (1 - planner.SPARE) - 0.01)
     assert "sharding leaves the activations whole" in row(close, "dp 4 × fsdp")["reason"]
 
 
@@ -251,4 +253,4 @@ def test_parameters_larger_than_the_capacity_can_be_shared():
     with pytest.raises(ConfigError, match="capacity_gib"):
         advise(config, 2, "memory", CARD, whole / 2, figures=Simple())
     assert len(advise(config, 2, "memory", CARD, whole / 2 * 1.01, figures=Simple()))
-    assert machine.element_size(config) == 2
+    assert execution.element_size(config) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vdpp_core.allocator import MIB, CachingAllocator, FullError
+from vdpp_core.predict.allocator import MIB, CachingAllocator, FullError
 
 
 def test_small_requests_share_segments_of_2_mib():

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from tests.conftest import one_thread
-from vdpp_core import Parallel, RunConfig, memory, trace, unets
-from vdpp_core.unets import attention
+from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.models import attention
+from vdpp_core.predict import memory, trace
 
 
 class Watching(TorchFunctionMode):
@@ -46,7 +47,7 @@ def test_a_unet_whose_attention_takes_turns_predicts_the_same(monkeypatch: pytes
     }
     monkeypatch.setattr(attention.InTurns.__init__, "__defaults__", (50,))
     with one_thread(), torch.no_grad():
-        unet = unets.load(config, torch.device("cpu"), torch.float32)
+        unet = models.load(config, torch.device("cpu"), torch.float32)
         whole = unet(**given).sample
         patches = attention.take_turns(unet)
         with Watching() as watching:

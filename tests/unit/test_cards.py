@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.foretold import Foreteller
+from launch.widgets.predictions import Foreteller
 from tests.doubles.cards import A100, A5000, GIB, T4, Card, faked, from_environment
-from vdpp_core import ConfigError, Parallel, RunConfig, machine, memory
+from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
+from vdpp_core.config import execution
+from vdpp_core.engine import checks
+from vdpp_core.parallel import devices
+from vdpp_core.predict import memory
+from vdpp_core.runs import machine
 
 COUNTS = [1, 2, 7, 8, 16]
 ON_CUDA = RunConfig(device="cuda", total_steps=32)
@@ -16,7 +21,7 @@ ON_CUDA = RunConfig(device="cuda", total_steps=32)
 
 def answer(config: RunConfig, local_ranks: int = 1, ranks: int | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        machine.check(config.for_ranks(ranks or local_ranks), local_ranks)
+        checks.check(config.for_ranks(ranks or local_ranks), local_ranks)
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -54,28 +59,28 @@ def test_cards_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_auto_is_on_cards(count: int, card: Card) -> None:
     config = RunConfig().for_ranks(count)
     with faked(*[card] * count):
-        machine.check(config, count)
-        assert (machine.device_type(config), machine.backend(config)) == ("cuda", "nccl")
-        assert machine.dtype(config) == torch.float16
-        assert machine.capacity(config, count) == card.total_memory
+        checks.check(config, count)
+        assert (execution.device_type(config), execution.backend(config)) == ("cuda", "nccl")
+        assert execution.dtype(config) == torch.float16
+        assert devices.capacity(config, count) == card.total_memory
         assert machine.hardware_name(machine.hardware()) == f"{count} × {card.name}"
     with faked():
-        assert (machine.device_type(config), machine.backend(config)) == ("cpu", "gloo")
-        assert machine.dtype(config) == torch.float32
+        assert (execution.device_type(config), execution.backend(config)) == ("cpu", "gloo")
+        assert execution.dtype(config) == torch.float32
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_more_ranks_than_cards(count: int) -> None:
     with faked(*[A5000] * count):
         line = answer(ON_CUDA, count + 1)
-        machine.check(ON_CUDA.for_ranks(2 * count), count)  # on two machines
+        checks.check(ON_CUDA.for_ranks(2 * count), count)  # on two machines
     assert line == f"world_size {count + 1}: must be at most the GPUs of this machine, {count}"
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_card_that_is_not_there(count: int) -> None:
     with faked(*[A5000] * count):
-        machine.check(RunConfig(device=f"cuda:{count - 1}").for_ranks(1), 1)
+        checks.check(RunConfig(device=f"cuda:{count - 1}").for_ranks(1), 1)
         line = answer(RunConfig(device=f"cuda:{count}"))
     assert line == f"device cuda:{count}: must be below cuda:{count}, this machine has {count}"
 
@@ -102,8 +107,8 @@ def test_gloo_on_several_cards(count: int, device: str) -> None:
     gloo = RunConfig(device=device, backend="gloo", total_steps=32)
     with faked(*[A5000] * count):
         lines = {answer(gloo, count), answer(gloo, count, 2 * count), answer(gloo, 1, 2)}
-        machine.check(gloo.for_ranks(1), 1)  # who is alone communicates with nobody
-        machine.check(RunConfig(device="cpu", backend="gloo").for_ranks(count), count)
+        checks.check(gloo.for_ranks(1), 1)  # who is alone communicates with nobody
+        checks.check(RunConfig(device="cpu", backend="gloo").for_ranks(count), count)
     assert lines == {"backend gloo: must be nccl or auto with several ranks on CUDA: gloo is for CPUs"}
 
 
@@ -122,31 +127,31 @@ def test_bf16_before_ampere(count: int) -> None:
     with faked(*[T4] * count):
         line = answer(bf16, count)
         for dtype in ("auto", "fp16", "fp32"):
-            machine.check(bf16.replace(dtype=dtype).for_ranks(count), count)
+            checks.check(bf16.replace(dtype=dtype).for_ranks(count), count)
     known = "cuda:0 (Tesla T4, compute capability 7.5) only emulates bf16"
     assert line == f"dtype bf16: must be fp16 or fp32: {known}"
     for card in (A100, A5000):
         with faked(*[card] * count):
-            machine.check(bf16.for_ranks(count), count)
+            checks.check(bf16.for_ranks(count), count)
 
 
 def test_bf16_is_asked_of_the_cards_that_are_used() -> None:
     bf16 = RunConfig(device="cuda", dtype="bf16")
     with faked(A5000, T4):
-        machine.check(bf16.for_ranks(1), 1)
-        machine.check(RunConfig(device="cuda:0", dtype="bf16").for_ranks(1), 1)
+        checks.check(bf16.for_ranks(1), 1)
+        checks.check(RunConfig(device="cuda:0", dtype="bf16").for_ranks(1), 1)
         for config, ranks in ((bf16, 2), (RunConfig(device="cuda:1", dtype="bf16"), 1)):
             assert "cuda:1 (Tesla T4" in answer(config, ranks)
     with faked(T4):
-        machine.check(RunConfig(device="cpu", dtype="bf16").for_ranks(1), 1)
+        checks.check(RunConfig(device="cpu", dtype="bf16").for_ranks(1), 1)
 
 
 def test_the_capacity_is_that_of_the_smallest_card_in_use() -> None:
     with faked(A100, A5000, T4, A100):
-        capacities = [machine.capacity(ON_CUDA, ranks) for ranks in (1, 2, 3, 4)]
+        capacities = [devices.capacity(ON_CUDA, ranks) for ranks in (1, 2, 3, 4)]
         assert capacities == [card.total_memory for card in (A100, A5000, T4, T4)]
-        assert machine.capacity(RunConfig(device="cuda:3"), 1) == A100.total_memory
-        assert machine.capacity(RunConfig(device="cuda:2", memory_limit_gib=3), 1) == 3 * GIB
+        assert devices.capacity(RunConfig(device="cuda:3"), 1) == A100.total_memory
+        assert devices.capacity(RunConfig(device="cuda:2", memory_limit_gib=3), 1) == 3 * GIB
 
 
 def test_a_run_that_only_the_smallest_card_has_no_room_for() -> None:
@@ -169,5 +174,5 @@ def test_the_panel_counts_what_is_outside_a_limit_on_both_sides() -> None:
 
 def test_on_a_mac_it_is_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
-    assert machine.capacity(RunConfig(device="mps"), 1) == 12 * GIB
-    assert machine.capacity(RunConfig(device="mps", memory_limit_gib=3), 1) == 3 * GIB
+    assert devices.capacity(RunConfig(device="mps"), 1) == 12 * GIB
+    assert devices.capacity(RunConfig(device="mps", memory_limit_gib=3), 1) == 3 * GIB

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, cli, engine, runfolder
+from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import EXAMPLE_IMAGE
+from vdpp_core.cli import command_line
+from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.engine import worker
+from vdpp_core.runs import runfolder
 
 
 def parse(line, ranks=1):
-    parser = cli.OneLineParser()
-    cli.add_run_commands(parser)
-    return cli.run_config(parser.parse_args(line.split()), ranks)
+    parser = command_line.OneLineParser()
+    command_line.add_run_commands(parser)
+    return command_line.run_config(parser.parse_args(line.split()), ranks)
 
 
 def test_defaults_of_each_command():
@@ -194,7 +197,7 @@ def test_a_run_folder_for_other_ranks_is_left_as_it_is(tmp_path, capsys):
 
 def test_a_run_folder_is_run_once(tmp_path, capsys):
     """Events of two runs in one log would be read as one run."""
-    folder = engine.run(RunConfig(command="simulate", total_steps=2, output_dir=tmp_path / "run"))
+    folder = worker.run(RunConfig(command="simulate", total_steps=2, output_dir=tmp_path / "run"))
     capsys.readouterr()  # of the run itself
     before = {path: path.read_bytes() for path in folder.rglob("*.json*")}
     assert folder / "result.json" in before

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from vdpp_core import Parallel, RunConfig, memory
+from vdpp_core import Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.advice import Counted
-from vdpp_core.limits import GIB
-from vdpp_core.parallel import communicators
+from vdpp_core.parallel.devices import GIB
+from vdpp_core.predict import communicators, memory
+from vdpp_core.predict.planner import Counted
 
 CUDA = RunConfig(device="cuda", dtype="fp16", latent_shape=(1, 4, 8, 8, 8))
 EACH = communicators.ASSUMED_GIB

@@ -9,17 +9,18 @@ import torch
 from diffusers.models.attention import TemporalBasicTransformerBlock
 from diffusers.models.resnet import TemporalResnetBlock
 
-from vdpp_core import Parallel, RunConfig, costs, tables, unets
-from vdpp_core.unets.units import units
+from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.parallel.fsdp_units import units
+from vdpp_core.predict import costs, published
 
-PUBLISHED = {row["id"]: row for row in tables.published()["memory_cfg3_28steps_1sample"]}
+PUBLISHED = {row["id"]: row for row in published.figures()["memory_cfg3_28steps_1sample"]}
 TINY = RunConfig(device="cpu", latent_shape=(1, 4, 14, 9, 16), parallel=Parallel())
 
 
 @pytest.mark.parametrize(("row", "tera"), [(1, 44.8), (2, 79.9), (3, 150.5), (6, 709.8)])
 def test_operations_of_the_published_unet(row, tera):
     """A forward pass of one of the guidance's two."""
-    assert costs.cost(costs.published_config(PUBLISHED[row])).flops / 2e12 == pytest.approx(tera, abs=0.05)
+    assert costs.cost(published.memory_config(PUBLISHED[row])).flops / 2e12 == pytest.approx(tera, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_bytes_are_those_of_the_formula(ranks, change):
 
 
 def test_bytes_of_the_published_unet():
-    config = costs.published_config(PUBLISHED[1]).replace(parallel=Parallel(frames=2))
+    config = published.memory_config(PUBLISHED[1]).replace(parallel=Parallel(frames=2))
     counted, formula = costs.sent_by_all(config), costs.formula(config)
     assert sum(counted.values()) == pytest.approx(sum(formula.values()), rel=0.05)
 
@@ -73,7 +74,7 @@ def test_passes_one_after_the_other_cost_the_same_and_meet_twice(frames, meeting
 
 def test_a_rank_meets_the_others_once_for_each_layer_that_looks_across():
     """A temporal transformer: there and back; a temporal resnet: once a convolution; the prediction: once."""
-    kinds = Counter(type(module) for module in unets.on_meta(TINY, torch.float32).modules())
+    kinds = Counter(type(module) for module in models.on_meta(TINY, torch.float32).modules())
     resnets, transformers = kinds[TemporalResnetBlock], kinds[TemporalBasicTransformerBlock]
     assert min(resnets, transformers) > 0
     found = costs.cost(TINY.replace(parallel=Parallel(frames=2)))
@@ -83,7 +84,7 @@ def test_a_rank_meets_the_others_once_for_each_layer_that_looks_across():
 def test_parameters_are_gathered_part_by_part():
     alone, sharded = (costs.cost(TINY.replace(parallel=Parallel(dp=2, fsdp=fsdp))) for fsdp in (False, True))
     assert (alone.gathered, alone.gathers) == (0, 0)
-    unet = unets.on_meta(TINY, torch.float32)
+    unet = models.on_meta(TINY, torch.float32)
     assert sharded.gathered == sum(parameter.nbytes for parameter in unet.parameters()) // 2
     assert sharded.gathers == 1 + len(units(unet))
     assert costs.cost(TINY.replace(parallel=Parallel(dp=2, fsdp=True), guidance_mode="sequential")).gathered == (

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import launch.__main__
 from tests.unit.inputs import json_like
-from vdpp_core import Parallel, RunConfig, machine, progress, results, runfolder
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.runs import machine, progress, results, runfolder
 
 KINDS = ["start", "loaded", "predicted", "warm", "clock", "take", "step", "send", "sample", "pad", "done", "error"]
 KINDS += ["terminated", "decode", "chunk", "video", "comparing", "official", "else"]

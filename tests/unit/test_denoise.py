@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from vdpp_core import ConfigError, Parallel, RunConfig, engine, runfolder
-from vdpp_core.config import MODELS
+from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.config.run import MODELS
+from vdpp_core.engine import worker
+from vdpp_core.runs import runfolder, saved_latents
 
 SMALL = {"total_steps": 4, "num_frames": 5}
 
@@ -15,7 +17,7 @@ def generate(tmp_path):
 
     def run(**arguments):
         folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
-        return engine.run(RunConfig(command="generate", threads=1, output_dir=folder, **arguments))
+        return worker.run(RunConfig(command="generate", threads=1, output_dir=folder, **arguments))
 
     return run
 
@@ -23,7 +25,7 @@ def generate(tmp_path):
 def assert_official(folder, official):
     config = RunConfig.read(folder)
     for sample in range(config.num_samples):
-        latents = runfolder.load_latents(folder, sample)
+        latents = saved_latents.load_latents(folder, sample)
         assert latents.shape == config.shape
         assert torch.isfinite(latents).all()
         assert torch.equal(latents, official(config, sample)), f"sample {sample}"
@@ -87,14 +89,14 @@ def test_two_images_one_after_the_other(generate, official, other_image):
     first, second, again = generate(**SMALL), generate(image=other_image, **SMALL), generate(**SMALL)
     for folder in (first, second, again):
         assert_official(folder, official)
-    one, other = (runfolder.load_latents(folder, 0) for folder in (first, second))
+    one, other = (saved_latents.load_latents(folder, 0) for folder in (first, second))
     assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("changed", [{"fps": 12}, {"motion_bucket_id": 255}, {"guidance_scale": 1.0}, {"seed": 1}])
 def test_what_the_model_is_told_matters(changed, generate):
     """So that the comparisons above compare something."""
-    plain, other = (runfolder.load_latents(generate(**SMALL, **more), 0) for more in ({}, changed))
+    plain, other = (saved_latents.load_latents(generate(**SMALL, **more), 0) for more in ({}, changed))
     assert (plain - other).abs().max() > 1e-3
 
 
@@ -110,14 +112,14 @@ def test_what_the_model_is_told_matters(changed, generate):
 )
 def test_memory_options_reorder_sums_only(arguments, generate, official):
     folder = generate(**SMALL | arguments)
-    ours, theirs = runfolder.load_latents(folder, 0), official(RunConfig.read(folder), 0)
+    ours, theirs = saved_latents.load_latents(folder, 0), official(RunConfig.read(folder), 0)
     assert ((ours - theirs).abs().max() / theirs.abs().max()).item() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision(dtype, generate, official):
     folder = generate(dtype=dtype, num_samples=2, total_steps=2, num_frames=3)  # fp16 is slow on a CPU
-    assert runfolder.load_latents(folder, 0).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert saved_latents.load_latents(folder, 0).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     assert runfolder.read_result(folder)["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}[dtype]
     assert_official(folder, official)
 
@@ -132,7 +134,7 @@ def test_the_tiny_model_is_an_ordinary_small_pipeline():
 def test_random_weights_are_the_same_every_time(tmp_path):
     def latents(name):
         config = RunConfig(random_weights=True, threads=1, save_latents=True, output_dir=tmp_path / name, **SMALL)
-        return runfolder.load_latents(engine.run(config), 0)
+        return saved_latents.load_latents(worker.run(config), 0)
 
     first = latents("first")
     torch.manual_seed(123)
@@ -150,9 +152,9 @@ def test_what_a_run_in_a_notebook_leaves_behind(generate):
     assert not torch.distributed.is_initialized()
     assert torch.get_num_threads() == threads
     with pytest.raises(ConfigError, match=r"^output_dir "):
-        engine.run(RunConfig.read(folder))
+        worker.run(RunConfig.read(folder))
 
 
 def test_several_ranks_do_not_fit_in_one_process():
     with pytest.raises(ConfigError, match=r"^pp 2: "):
-        engine.run(RunConfig(parallel={"pp": 2}))
+        worker.run(RunConfig(parallel={"pp": 2}))

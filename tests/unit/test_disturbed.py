@@ -8,8 +8,10 @@ from collections import defaultdict
 import pytest
 
 import vdpp_core.__main__
-from vdpp_core import Parallel, RunConfig, disturbed, engine, machine, runfolder
-from vdpp_core.schedule import IN_FLIGHT
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.layout import IN_FLIGHT
+from vdpp_core.engine import worker
+from vdpp_core.runs import disturbed, other_runs, runfolder
 
 CORES = 64
 START = {"threads": 1, "device": "cpu", "dtype": "float32", "backend": "gloo", "pid": 1, "created": 0.0, "host": "here"}
@@ -269,7 +271,7 @@ def test_an_old_folder_says_what_its_steps_say():
 def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch):
     t, seen = 1000.0, [1, 0, 4, 2]
     monkeypatch.setattr(disturbed.time, "monotonic", lambda: t)
-    monkeypatch.setattr(machine, "in_the_way", lambda *_: seen.pop(0))
+    monkeypatch.setattr(other_runs, "in_the_way", lambda *_: seen.pop(0))
     around = disturbed.Surroundings(RunConfig(), local_ranks=2, counts=True)
     around.look()  # the clock has not started
     assert around.begin()["other_ranks"] == 1
@@ -285,8 +287,8 @@ def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch
 
 
 def test_a_run_says_who_was_at_work_beside_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "ranks_at_work", lambda: 3)
-    folder = engine.run(RunConfig(model="dummy", device="cpu", total_steps=2, output_dir=tmp_path / "run"))
+    monkeypatch.setattr(other_runs, "ranks_at_work", lambda: 3)
+    folder = worker.run(RunConfig(model="dummy", device="cpu", total_steps=2, output_dir=tmp_path / "run"))
     result = runfolder.read_result(folder)
     assert result["disturbed"][-1] == "3 ranks of other runs were at work on its cores"
     assert result["other_ranks_at_work"] == 3

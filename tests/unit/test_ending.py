@@ -13,7 +13,9 @@ import pytest
 
 from launch.__main__ import main
 from launch.job import Job
-from vdpp_core import RunConfig, files, results, runfolder, tables
+from vdpp_core import RunConfig
+from vdpp_core.compare import tables
+from vdpp_core.runs import files, processes, results, runfolder
 
 Start = Callable[..., psutil.Process]
 SLEEPS = "import time; print(flush=True); time.sleep(600)"
@@ -120,7 +122,7 @@ def test_looking_at_a_run_without_a_whole_configuration(content: str | None, tmp
     monkeypatch.chdir(tmp_path)
     whole = runfolder.create(RunConfig(model="dummy", output_dir=tmp_path / "runs" / "whole").for_ranks(1))
     folder = runfolder.create(RunConfig(model="dummy", output_dir=tmp_path / "runs" / "run").for_ranks(1))
-    runfolder.write_launcher(folder, os.getpid())
+    processes.write_launcher(folder, os.getpid())
     for each in (whole, folder):
         results.settle(each, reason="stopped")
     (folder / "config.json").unlink()

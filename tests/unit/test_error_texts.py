@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from vdpp_core import Parallel, RunConfig, engine, results, runfolder
-from vdpp_core.limits import GIB, Device, OutOfMemoryError, is_out_of_memory
-from vdpp_core.mesh import LostRankError, communication
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.engine import worker
+from vdpp_core.engine.limits import Device, OutOfMemoryError
+from vdpp_core.parallel.devices import GIB, is_out_of_memory
+from vdpp_core.parallel.world import LostRankError, communication
+from vdpp_core.runs import results, runfolder
 
 MIB = 2**20
 ASYNCHRONOUS = (
@@ -196,9 +199,9 @@ def test_the_system_s_lack_of_memory_ends_a_run_as_any(tmp_path: Path, monkeypat
     def full(_: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(engine._Rank, "_work", full)
+    monkeypatch.setattr(worker._Rank, "_work", full)
     with pytest.raises(OutOfMemoryError):
-        engine.run(RunConfig(command="simulate", output_dir=tmp_path / "run"))
+        worker.run(RunConfig(command="simulate", output_dir=tmp_path / "run"))
     result = runfolder.read_result(tmp_path / "run")
     assert result is not None
     assert result["outcome"] == "oom"
@@ -207,7 +210,7 @@ def test_the_system_s_lack_of_memory_ends_a_run_as_any(tmp_path: Path, monkeypat
 def last_words(error: BaseException, peer: int) -> dict[str, Any]:
     """Of a rank that got an error while it communicated with another."""
     got = caught(error, peer)
-    return engine._last_words(Device(torch.device("cpu"), None).explain(got, None, "running") or got)
+    return worker._last_words(Device(torch.device("cpu"), None).explain(got, None, "running") or got)
 
 
 def ends(folder: Path, write_events: Any, *errors: BaseException) -> dict[str, Any]:

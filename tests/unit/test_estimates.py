@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vdpp_core import Parallel, RunConfig, advice
-from vdpp_core.estimates import COUNTED, TRACED, Estimated
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.predict import planner
+from vdpp_core.predict.estimates import COUNTED, TRACED, Estimated
 
 BASE = RunConfig(model="tiny", random_weights=True, device="cuda", dtype="fp16", num_samples=1)
 VIDEOS = [(25, 80, 144), (9, 40, 72), (40, 64, 64)]
@@ -19,8 +20,8 @@ def estimated() -> Estimated:
 
 
 @pytest.fixture(scope="module")
-def counted() -> advice.Counted:
-    return advice.Counted()
+def counted() -> planner.Counted:
+    return planner.Counted()
 
 
 def test_the_videos_tried_here_are_not_those_it_was_fitted_to():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vdpp_core import files
+from vdpp_core.runs import files
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path):

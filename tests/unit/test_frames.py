@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from tests.conftest import one_thread
 from tests.doubles.threads import together
-from vdpp_core import Parallel, RunConfig, costs, unets
-from vdpp_core.config import MODELS
+from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.config.run import MODELS
+from vdpp_core.models.patches import Patches
 from vdpp_core.parallel import frames
 from vdpp_core.parallel.group import Group
-from vdpp_core.unets.patches import Patches
+from vdpp_core.predict import costs
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]
 RATIO = 10.0  # mean / standard deviation of the activations, as large models have them
@@ -132,7 +133,7 @@ def test_another_number_of_frames_type_or_device_is_shared_out_anew(unet: Any) -
 def test_only_the_first_step_brings_something_from_the_host(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torch.tensor` makes of numbers, a GPU waits for."""
     config, made = RunConfig(parallel=Parallel()), list[Any]()
-    unet = unets.ready(config, unets.on_meta(config, torch.float16))
+    unet = models.ready(config, models.on_meta(config, torch.float16))
     if ranks > 1:
         frames.split(unet, Group(ranks), Patches())
     given, tensor = {name: value.to("meta") for name, value in inputs(torch.float16).items()}, torch.tensor

@@ -19,11 +19,15 @@ from hypothesis import strategies as st
 
 import launch.__main__
 import vdpp_core.__main__
-from launch import Sweep, attach, parameters, start
-from launch.report import PROJECT
+from launch import Sweep, attach, start
+from launch.report import parameters
+from launch.report.execute import PROJECT
 from tests.unit import inputs
-from vdpp_core import ConfigError, Parallel, RunConfig, advice, machine, rates, results, schedule, sizing
-from vdpp_core.steps import split
+from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.config.steps import split
+from vdpp_core.lessons import sizing
+from vdpp_core.predict import planner, rates, schedule
+from vdpp_core.runs import machine, results
 
 LONGEST = 700  # characters of a line
 SAME_EVERY_TIME = settings(
@@ -52,7 +56,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(vdpp_core.__main__.os, "execv", replaced)
     monkeypatch.setattr(vdpp_core.__main__.os, "_exit", fails)
     monkeypatch.setattr(machine, "git_commit", lambda: None)
-    monkeypatch.setattr("launch.report.report", chosen_and_assigned)
+    monkeypatch.setattr("launch.report.execute.report", chosen_and_assigned)
     for module in (START, SWEEP):
         monkeypatch.setattr(module, "launch", ended_at_once)
     (tmp_path / "file").write_text("no image")
@@ -268,11 +272,11 @@ WRONG = [None, "", "1", "nan", b"1", [], {}, (1, 2), -1, float("nan"), 10**400, 
         lambda wrong: rates.Rates(1e12, RATES.link, slowdown=wrong),
         lambda wrong: rates.from_run(wrong),
         lambda wrong: rates.published(wrong),
-        lambda wrong: advice.advise(RunConfig(), wrong, "latency", RATES),
-        lambda wrong: advice.advise(RunConfig(), 1, wrong, RATES),
-        lambda wrong: advice.advise(RunConfig(), 1, "latency", wrong),
-        lambda wrong: advice.advise(RunConfig(), 1, "latency", RATES, capacity_gib=wrong),
-        lambda wrong: advice.advise(RunConfig(), 1, "latency", RATES, modes=wrong),
+        lambda wrong: planner.advise(RunConfig(), wrong, "latency", RATES),
+        lambda wrong: planner.advise(RunConfig(), 1, wrong, RATES),
+        lambda wrong: planner.advise(RunConfig(), 1, "latency", wrong),
+        lambda wrong: planner.advise(RunConfig(), 1, "latency", RATES, capacity_gib=wrong),
+        lambda wrong: planner.advise(RunConfig(), 1, "latency", RATES, modes=wrong),
         lambda wrong: schedule.Seconds(wrong),
         lambda wrong: schedule.Seconds(1, hop=wrong),
         lambda wrong: schedule.make(**MADE | {"sizes": wrong}),
@@ -302,7 +306,7 @@ def test_no_more_replicas_than_the_layout_has():
 
 def test_no_modes_are_no_plan():
     with pytest.raises(ConfigError, match=r"^modes '': must be one or several of batched, sequential"):
-        advice.advise(RunConfig(), 1, "latency", RATES, modes=())
+        planner.advise(RunConfig(), 1, "latency", RATES, modes=())
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ import pytest
 
 from tests.doubles.cards import A100, A5000, T4, Card, faked
 from tests.gpu import check
-from vdpp_core import Parallel, RunConfig, machine, memory, peers_report
+from vdpp_core import Parallel, RunConfig
 from vdpp_core.__main__ import _parser
-from vdpp_core.limits import GIB
-from vdpp_core.parallel import communicators
+from vdpp_core.compare import peers_report
+from vdpp_core.engine import checks
+from vdpp_core.parallel.devices import GIB
+from vdpp_core.predict import communicators, memory
 
 PUBLISHED_SHAPES = [(14, 72, 128), (25, 72, 128), (25, 96, 160), (25, 160, 288)]
 LARGEST = check.BASE.replace(latent_shape=(1, 4, 25, 160, 288))
@@ -170,12 +172,12 @@ def test_what_is_planned_can_be_run_on_those_cards(cards: int, capability: tuple
         configs, left_out = check.plan(cards)
         for config in configs:
             ranks = (config.parallel or Parallel()).world_size
-            machine.check(config.for_ranks(ranks), ranks)
+            checks.check(config.for_ranks(ranks), ranks)
         asked = _parser().parse_args(check.peers_arguments(cards)[2:])
         ranks = int(asked.world_size)
         compared = peers_report.configuration(vars(asked), max(ranks, 2), max(ranks, 2))
         if cards > 1:
-            machine.check(compared.for_ranks(ranks), ranks)
+            checks.check(compared.for_ranks(ranks), ranks)
     assert len(configs) + len(left_out) == len(check.candidates(cards)) + (cards == 1)
     assert len(left_out) == (2 if gib < 40 and cards > 1 else 1 if gib < 40 else 0) + (cards == 1)
 

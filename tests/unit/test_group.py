@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.doubles.threads import together
-from vdpp_core import Parallel, RunConfig, trace, unets
+from vdpp_core import Parallel, RunConfig, models
 from vdpp_core.parallel.group import Group
+from vdpp_core.predict import trace
 
 
 @pytest.mark.parametrize(("count", "size"), [(14, 3), (25, 7), (4, 4), (1, 4), (0, 2), (576, 5)])
@@ -65,7 +66,7 @@ def test_one_exchange_brings_everybodys_numbers_and_the_neighbours_edges(size, d
 def rehearsed(layout, member=0):
     """A UNet on the meta device that computes what a member of a lockstep group does, and that member's groups."""
     config = RunConfig(parallel=Parallel())
-    unet = unets.ready(config, unets.on_meta(config, torch.float32))
+    unet = models.ready(config, models.on_meta(config, torch.float32))
     return unet, trace.rehearse(unet, layout, member)
 
 

@@ -1,4 +1,4 @@
-"""Imports run one way, and importing starts nothing."""
+"""Rooms import in one direction, and importing starts nothing."""
 
 import ast
 import graphlib
@@ -11,111 +11,22 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("vdpp_core", "launch")
-
-# Each module imports only from its own line and those above. A new module gets its place here.
-LAYERS = [
-    {
-        "vdpp_core.config",
-        "vdpp_core.errors",
-        "vdpp_core.files",
-        "vdpp_core.importing",
-        "vdpp_core.layout",
-        "vdpp_core.metrics",
-        "vdpp_core.parallel.groups",
-        "vdpp_core.processes",
-        "vdpp_core.sizing",
-        "vdpp_core.steps",
-    },
-    {
-        "vdpp_core.allocator",
-        "vdpp_core.limits",
-        "vdpp_core.loopback",
-        "vdpp_core.machine",
-        "vdpp_core.measure",
-        "vdpp_core.media",
-        "vdpp_core.mesh",
-        "vdpp_core.network",
-        "vdpp_core.unets",
-        "vdpp_core.unets.attention",
-        "vdpp_core.unets.dummy",
-        "vdpp_core.unets.patches",
-        "vdpp_core.unets.published",
-        "vdpp_core.unets.shortcuts",
-        "vdpp_core.unets.svd",
-        "vdpp_core.unets.units",
-        "vdpp_core.unets.weights",
-        "vdpp_core.article",
-        "vdpp_core.cli",
-        "vdpp_core.events",
-        "vdpp_core.origin",
-        "vdpp_core.runfolder",
-        "vdpp_core.schedule",
-    },
-    {
-        "vdpp_core.chrome_trace",
-        "vdpp_core.conditioning",
-        "vdpp_core.denoise",
-        "vdpp_core.disturbed",
-        "vdpp_core.handoff",
-        "vdpp_core.parallel.communicators",
-        "vdpp_core.parallel.group",
-        "vdpp_core.parallel.output",
-        "vdpp_core.peers_plots",
-        "vdpp_core.peers_report",
-        "vdpp_core.probe",
-        "vdpp_core.progress",
-        "vdpp_core.results",
-        "vdpp_core.resuming",
-        "vdpp_core.tables",
-        "vdpp_core.plots",
-        "vdpp_core.decode",
-        "vdpp_core.assets.clips",
-        "vdpp_core.assets.model",
-    },
-    {
-        "vdpp_core.assets.train",
-        "vdpp_core.planner_plots",
-        "vdpp_core.latency_plots",
-        "vdpp_core.parallel",
-        "vdpp_core.parallel.collectives",
-        "vdpp_core.parallel.frames",
-        "vdpp_core.parallel.fsdp",
-        "vdpp_core.parallel.guidance",
-        "vdpp_core.parallel.lockstep",
-        "vdpp_core.parallel.parallelize",
-        "vdpp_core.quality",
-        "vdpp_core.quality_plots",
-        "vdpp_core.trace",
-        "vdpp_core.videos",
-        "vdpp_core.waiting",
-    },
-    {"vdpp_core.assets.judge", "vdpp_core.replay"},
-    {"vdpp_core.costs", "vdpp_core.gathering", "vdpp_core.guard", "vdpp_core.memory", "vdpp_core.memory_plots"},
-    {"vdpp_core.rates"},
-    {"vdpp_core.advice", "vdpp_core.checks"},
-    {"vdpp_core.estimates", "vdpp_core.predicting"},
-    {"vdpp_core.engine"},
-    {"vdpp_core.peers"},
-    {"vdpp_core.__main__"},
-]
-WITHOUT_RANKS = {
-    *("cli", "config", "costs", "latency_plots", "layout", "machine", "memory", "memory_plots", "peers_plots"),
-    *("disturbed", "events", "files", "origin", "processes", "progress", "resuming"),
-    *("metrics", "peers_report", "plots", "rates", "replay", "results", "runfolder", "schedule", "sizing", "steps"),
-    *("advice", "article", "checks", "chrome_trace", "estimates", "planner_plots", "predicting", "tables", "trace"),
-    *("network", "waiting"),
-    *(
-        "parallel.communicators",
-        "parallel.frames",
-        "parallel.group",
-        "parallel.guidance",
-        "parallel.lockstep",
-        "parallel.output",
-    ),
+CORE = ("config", "models", "parallel", "runs", "engine")
+ABOVE = {  # room -> the rooms that it may import from
+    "config": set(),
+    "models": {"config"},
+    "parallel": {"config", "models"},
+    "runs": {"config"},
+    "engine": {"config", "models", "parallel", "runs"},
+    "predict": {"config", "models", "parallel", "runs"},
+    "plots": {"config", "models", "runs", "predict"},
+    "tiny_svd": {"config", "models", "runs", "plots"},
+    "compare": {*CORE, "predict", "plots"},
+    "lessons": {*CORE, "predict", "compare", "plots"},
+    "cli": {*CORE, "predict", "plots", "compare"},
+    "launch": {*CORE, "predict", "plots", "compare", "cli"},
 }
-OF_A_RANK = {f"vdpp_core.{name}" for name in ("engine", "gathering", "guard", "handoff", "mesh", "peers")} | {
-    f"vdpp_core.parallel.{name}" for name in ("collectives", "fsdp", "groups", "parallelize")
-}
+CORE_MAY_HAVE = 4200  # lines of code, without blank lines, comments and docstrings
 
 
 class Import(NamedTuple):
@@ -124,7 +35,8 @@ class Import(NamedTuple):
     for_types: bool  # under TYPE_CHECKING
 
 
-MESH = Import("vdpp_core.parallel.groups", False, False)  # Parallel builds its mesh, when asked to
+# Deferred, and the only ones upwards: `Parallel.mesh` and `vdpp_core.parallelize` are there for callers.
+UPWARDS = {("vdpp_core.config.layout", "vdpp_core.parallel.process_groups")}
 
 
 def name_of(path):
@@ -161,32 +73,56 @@ def imports_of(name):
 
 
 IMPORTS = {name: imports_of(name) for name in SOURCES}
-LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+
+def room_of(module):
+    """The room of a module of ours; None for others, and for the two files that stand above all rooms."""
+    package, *rest = module.split(".")
+    if package == "launch":
+        return "launch"
+    if package != "vdpp_core" or not rest or rest == ["__main__"]:
+        return None
+    return rest[0]
+
+
+def lines_of_code(path):
+    """Without blank lines, comments and docstrings."""
+    text = path.read_text()
+    tree, code = ast.parse(text), set()
+    strings = [
+        node.body[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None
+    ]
+    words = {line for node in strings for line in range(node.lineno, node.end_lineno + 1)}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.strip().startswith("#") and number not in words:
+            code.add(number)
+    return len(code)
 
 
 def test_the_reader_of_imports_reads_them():
-    assert Import("vdpp_core.steps", True, False) in IMPORTS["vdpp_core.config"]
-    assert Import("torch.distributed.device_mesh", True, True) in IMPORTS["vdpp_core.layout"]
-    assert MESH in IMPORTS["vdpp_core.layout"]
-    assert Import("vdpp_core.machine", True, False) in IMPORTS["vdpp_core.engine"]
-    assert Import("torch.distributed", True, False) in IMPORTS["vdpp_core.mesh"]
+    assert Import("vdpp_core.config.steps", True, False) in IMPORTS["vdpp_core.config.run"]
+    assert Import("torch.distributed.device_mesh", True, True) in IMPORTS["vdpp_core.config.layout"]
+    assert Import("vdpp_core.parallel.process_groups", False, False) in IMPORTS["vdpp_core.config.layout"]
+    assert Import("torch.distributed", True, False) in IMPORTS["vdpp_core.parallel.world"]
 
 
-def test_every_module_of_the_core_has_its_place():
-    packages = {"vdpp_core", "vdpp_core.assets"}  # their __init__ holds nothing or only names from below
-    assert {name for name in SOURCES if name.startswith("vdpp_core")} == packages | set(LAYER)
+def test_every_module_is_in_a_room():
+    assert {room_of(name) for name in SOURCES} - {None} == set(ABOVE)
 
 
-def test_the_core_imports_downwards():
+def test_rooms_import_in_one_direction():
     upwards = [
         f"{name} imports {used.module}"
-        for name in LAYER
+        for name in SOURCES
         for used in IMPORTS[name]
-        if LAYER.get(used.module, -1) > LAYER[name]
+        if (mine := room_of(name)) and (theirs := room_of(used.module)) and theirs != mine and theirs not in ABOVE[mine]
+        if (name, used.module) not in UPWARDS
     ]
     assert upwards == []
-    assert {used.module for used in IMPORTS["vdpp_core"] if used.on_import} <= LAYERS[0] | {"typing"}
-    assert [used.module for used in IMPORTS["vdpp_core.assets"]] == []
+    order = graphlib.TopologicalSorter(ABOVE)
+    order.prepare()
 
 
 def test_nothing_goes_round():
@@ -197,27 +133,22 @@ def test_nothing_goes_round():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_RANKS))
-def test_what_reads_results_needs_no_ranks(name):
-    found = IMPORTS[f"vdpp_core.{name}"]
-    needed = [used for used in found if used.module in OF_A_RANK or used.module.startswith("torch.distributed")]
-    assert [used for used in needed if not used.for_types] == ([MESH] if name == "layout" else [])
+def test_the_core_is_compact():
+    lines = dict.fromkeys(CORE, 0)
+    for name, path in SOURCES.items():
+        if room_of(name) in CORE:
+            lines[room_of(name)] += lines_of_code(path)
+    assert sum(lines.values()) <= CORE_MAY_HAVE, lines
 
 
-def test_plots_draw_what_they_are_given():
-    ours = {used.module for used in IMPORTS["vdpp_core.plots"] if used.module.startswith(PACKAGES)}
-    assert ours <= {f"vdpp_core.{name}" for name in ("config", "layout", "metrics", "results", "runfolder", "tables")}
+def test_nothing_imports_the_lessons():
+    used = {used.module for name, found in IMPORTS.items() for used in found if room_of(name) != "lessons"}
+    assert not {module for module in used if room_of(module) == "lessons"}
 
 
-def test_launch_starts_ranks_and_is_none():
-    used = {used.module for name, found in IMPORTS.items() if name.startswith("launch") for used in found}
-    assert not OF_A_RANK & used
-
-
-def test_the_core_knows_nothing_of_those_who_use_it():
+def test_nobody_imports_tests_or_notebooks():
     for name, found in IMPORTS.items():
-        above = {"notebooks", "tests"} | ({"launch"} if name.startswith("vdpp_core") else set())
-        assert not {used.module.partition(".")[0] for used in found} & above, name
+        assert not {used.module.partition(".")[0] for used in found} & {"notebooks", "tests"}, name
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -232,4 +163,6 @@ print(torch.distributed.is_initialized())
     ours, initialised = process.stdout.splitlines()
     assert initialised == "False"
     assert "vdpp_core.config" in ours.split()
-    assert not OF_A_RANK & set(ours.split())
+    assert not [
+        name for name in ours.split() if name.startswith(("vdpp_core.engine.worker", "vdpp_core.compare.peers."))
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from vdpp_core import latency_plots
+from vdpp_core.plots import one_video
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def rows() -> pd.DataFrame:
 
 @pytest.mark.parametrize(("known", "hollow"), [("measured", False), ("published", True)])
 def test_bars_of_one_video(rows, known, hollow):
-    figure = latency_plots.one_video(rows, "title", "source", known)
+    figure = one_video.one_video(rows, "title", "source", known)
     seconds, memory = figure.axes
     widths = [patch.get_width() for patch in seconds.patches if patch.get_width()]
     assert widths == [11.0, 10.0, 6.0]
@@ -40,13 +40,13 @@ def test_bars_of_one_video(rows, known, hollow):
 
 def test_bars_of_what_is_exchanged():
     table = pd.DataFrame({"positions": [1.0, 2.0], "halo": [0.5, 3.0], "all_to_all": [2.0, 4.0]}, index=[2, 7])
-    panel = latency_plots.exchanged(table, "title", "source").axes[0]
+    panel = one_video.exchanged(table, "title", "source").axes[0]
     tops = [bar.get_y() + bar.get_height() for bar in panel.containers[1]]
     assert tops == [1.5, 5.0]
     assert list(panel.lines[0].get_ydata()) == [2.0, 4.0]
 
 
 def test_only_what_is_shown_is_in_the_legend(rows):
-    predicted = latency_plots.one_video(rows.drop(columns=["known_s", "capacity_gb"]), "title", "source")
+    predicted = one_video.one_video(rows.drop(columns=["known_s", "capacity_gb"]), "title", "source")
     labels = [text.get_text() for text in predicted.axes[0].get_legend().get_texts()]
     assert labels == ["predicted"]

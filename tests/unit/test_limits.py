@@ -9,13 +9,14 @@ import sys
 import pytest
 import torch
 
-from vdpp_core.limits import Device, OutOfMemoryError, can_limit
+from vdpp_core.engine.limits import Device, OutOfMemoryError
+from vdpp_core.parallel.devices import can_limit
 
 pytestmark = pytest.mark.skipif(not can_limit("cpu"), reason="a process's memory can be limited under Linux only")
 BEGIN = """
 import json, resource
 import numpy, torch
-from vdpp_core.limits import Device
+from vdpp_core.engine.limits import Device
 device, hundred = Device(torch.device("cpu"), LIMIT), 25 * 2**20  # values of fp32 in 100 MiB
 """
 

@@ -16,15 +16,19 @@ import pytest
 import torch
 from PIL import Image
 
-from vdpp_core import ConfigError, Parallel, RunConfig, machine, runfolder
+from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import EXAMPLE_IMAGE, MODELS
+from vdpp_core.config import execution
+from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.engine import checks
+from vdpp_core.models import checkpoint
+from vdpp_core.runs import other_runs, runfolder
 
 
 def answer(config, local_ranks=1):
     """The one line with which the machine refuses."""
     with pytest.raises(ConfigError) as caught:
-        machine.check(config.for_ranks(local_ranks), local_ranks)
+        checks.check(config.for_ranks(local_ranks), local_ranks)
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -41,7 +45,7 @@ def change(path, **values):
 
 @pytest.mark.parametrize("command", ["simulate", "benchmark", "generate"])
 def test_what_the_package_carries_can_be_run(command):
-    machine.check(RunConfig(command=command, device="cpu").for_ranks(2), local_ranks=2)
+    checks.check(RunConfig(command=command, device="cpu").for_ranks(2), local_ranks=2)
 
 
 def test_nccl_on_a_cpu():
@@ -70,14 +74,14 @@ def test_half_precision_where_the_cpu_cannot(dtype, monkeypatch):
     line = answer(RunConfig(device="cpu", dtype=dtype))
     assert line.startswith(f"dtype {dtype}: must be fp32, this CPU cannot")
     assert "slow_conv3d" in line
-    machine.check(RunConfig(device="cpu", dtype="fp32").for_ranks(1), local_ranks=1)
+    checks.check(RunConfig(device="cpu", dtype="fp32").for_ranks(1), local_ranks=1)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_precision_where_the_cpu_can(dtype):
-    values, weights = (torch.ones(shape, dtype=machine.DTYPES[dtype]) for shape in ((1, 1, 3, 2, 2), (1, 1, 3, 1, 1)))
+    values, weights = (torch.ones(shape, dtype=execution.DTYPES[dtype]) for shape in ((1, 1, 3, 2, 2), (1, 1, 3, 1, 1)))
     torch.nn.functional.conv3d(values, weights)  # if this machine can do that, nothing may be refused
-    machine.check(RunConfig(device="cpu", dtype=dtype).for_ranks(1), local_ranks=1)
+    checks.check(RunConfig(device="cpu", dtype=dtype).for_ranks(1), local_ranks=1)
 
 
 @pytest.mark.parametrize("command", ["simulate", "benchmark", "generate"])
@@ -133,7 +137,7 @@ def test_a_folder_without_weights(pipeline_folder):
     (pipeline_folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     line = answer(RunConfig(model_id=str(pipeline_folder)))
     assert line == f"model_id {pipeline_folder}: must be a pipeline's folder with unet/*.safetensors"
-    machine.check(RunConfig(model_id=str(pipeline_folder), random_weights=True).for_ranks(1), local_ranks=1)
+    checks.check(RunConfig(model_id=str(pipeline_folder), random_weights=True).for_ranks(1), local_ranks=1)
 
 
 def test_a_unet_of_another_class(pipeline_folder):
@@ -162,7 +166,7 @@ def test_the_official_pipeline_loads_what_its_index_names(command, part, other, 
     change(pipeline_folder / "model_index.json", **{part: [other and "diffusers", other]})
     config = RunConfig(command=command, model_id=str(pipeline_folder), device="cpu")
     assert answer(config) == (
-        f"model_id {pipeline_folder}: must have a {machine.PARTS[part]}: "
+        f"model_id {pipeline_folder}: must have a {checkpoint.PARTS[part]}: "
         f"model_index.json names {other or 'none'}, which the official pipeline loads"
     )
 
@@ -179,7 +183,7 @@ def test_that_is_what_diffusers_does(pipeline_folder):
 
 def test_a_unet_and_a_scheduler_alone_can_be_measured(pipeline_folder):
     (pipeline_folder / "model_index.json").unlink()
-    machine.check(RunConfig(model_id=str(pipeline_folder), device="cpu").for_ranks(1), local_ranks=1)
+    checks.check(RunConfig(model_id=str(pipeline_folder), device="cpu").for_ranks(1), local_ranks=1)
     assert "model_index.json" in answer(RunConfig(command="generate", model_id=str(pipeline_folder), device="cpu"))
 
 
@@ -192,7 +196,7 @@ def test_a_folder_without_a_scheduler(pipeline_folder):
 def test_a_folder_without_what_reads_the_image(part, pipeline_folder):
     shutil.rmtree(pipeline_folder / part)
     assert part in answer(RunConfig(command="generate", model_id=str(pipeline_folder)))
-    machine.check(RunConfig(command="benchmark", model_id=str(pipeline_folder)).for_ranks(1), local_ranks=1)
+    checks.check(RunConfig(command="benchmark", model_id=str(pipeline_folder)).for_ranks(1), local_ranks=1)
 
 
 @pytest.mark.parametrize("name", ["unet/config.json", "scheduler/scheduler_config.json"])
@@ -260,7 +264,7 @@ def test_what_the_hub_answers(status, code, said, tmp_path):
 
 
 def test_random_weights_of_the_published_model_need_no_hub():
-    machine.check(RunConfig(model="svd", random_weights=True, device="cpu").for_ranks(1), local_ranks=1)
+    checks.check(RunConfig(model="svd", random_weights=True, device="cpu").for_ranks(1), local_ranks=1)
 
 
 @pytest.fixture
@@ -323,10 +327,10 @@ def test_runs_of_the_clone_are_kept_at_its_top(monkeypatch):
 
 
 def before_start(monkeypatch, cores, at_work, **arguments):
-    monkeypatch.setattr(machine, "cores", lambda: cores)
-    monkeypatch.setattr(machine, "ranks_at_work", lambda: at_work)
+    monkeypatch.setattr(execution, "cores", lambda: cores)
+    monkeypatch.setattr(other_runs, "ranks_at_work", lambda: at_work)
     config = RunConfig(device="cpu", **arguments)
-    return machine.before_start(config, config.layout.world_size)
+    return checks.before_start(config, config.layout.world_size)
 
 
 @pytest.mark.parametrize(
@@ -372,17 +376,17 @@ def test_a_rank_does_not_count_those_of_its_own_run(monkeypatch):
         monkeypatch.setattr(psutil, "process_iter", lambda _: family)
         for name, value in one.items():
             monkeypatch.setenv(name, value)
-        assert [process.pid for process in family if machine._is_in_company(process)] == [other.pid, alone.pid]
-        assert machine.ranks_at_work() == 2
+        assert [process.pid for process in family if other_runs._is_in_company(process)] == [other.pid, alone.pid]
+        assert other_runs.ranks_at_work() == 2
         monkeypatch.delenv("MASTER_PORT")  # a process that torchrun did not start has no siblings
-        assert machine.ranks_at_work() == 3
+        assert other_runs.ranks_at_work() == 3
 
 
 def test_a_rank_on_other_cores_is_in_nobodys_way(monkeypatch):
     with like_a_rank() as other:
-        assert machine._is_in_company(other)
-        monkeypatch.setattr(machine, "_cores_of", lambda process: {1} if process.pid == other.pid else {0})
-        assert not machine._is_in_company(other)
+        assert other_runs._is_in_company(other)
+        monkeypatch.setattr(execution, "cores_of", lambda process: {1} if process.pid == other.pid else {0})
+        assert not other_runs._is_in_company(other)
 
 
 @pytest.mark.parametrize(
@@ -395,15 +399,15 @@ def test_a_rank_on_other_cores_is_in_nobodys_way(monkeypatch):
     ],
 )
 def test_ranks_are_in_the_way_where_cores_do_not_suffice(monkeypatch, cores, at_work, arguments, in_the_way):
-    monkeypatch.setattr(machine, "cores", lambda: cores)
-    monkeypatch.setattr(machine, "ranks_at_work", lambda: at_work)
-    assert machine.in_the_way(RunConfig(**arguments), local_ranks=2) == in_the_way
+    monkeypatch.setattr(execution, "cores", lambda: cores)
+    monkeypatch.setattr(other_runs, "ranks_at_work", lambda: at_work)
+    assert other_runs.in_the_way(RunConfig(**arguments), local_ranks=2) == in_the_way
 
 
 def test_threads_are_shared_out_whatever_else_is_at_work(monkeypatch):
-    monkeypatch.setattr(machine, "cores", lambda: 6)
-    assert [machine.threads(RunConfig(), ranks) for ranks in (1, 2, 4, 7)] == [6, 3, 1, 1]
-    assert machine.threads(RunConfig(threads=5), 4) == 5
+    monkeypatch.setattr(execution, "cores", lambda: 6)
+    assert [execution.threads(RunConfig(), ranks) for ranks in (1, 2, 4, 7)] == [6, 3, 1, 1]
+    assert execution.threads(RunConfig(threads=5), 4) == 5
 
 
 def test_a_word_about_a_disk_that_is_too_small(monkeypatch, tmp_path):
@@ -425,4 +429,4 @@ def test_a_word_about_a_disk_that_is_too_small(monkeypatch, tmp_path):
     ],
 )
 def test_what_a_rank_looks_like_among_processes(command, is_one):
-    assert machine._is_rank(command.split()) == is_one
+    assert other_runs._is_rank(command.split()) == is_one

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vdpp_core import Parallel, RunConfig, unets
-from vdpp_core.advice import layouts
-from vdpp_core.handoff import Handoff
-from vdpp_core.layout import AXES
-from vdpp_core.mesh import World
-from vdpp_core.parallel import lockstep
+from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.config.layout import AXES
+from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
-from vdpp_core.parallel.groups import merged
-from vdpp_core.trace import Remembering
+from vdpp_core.parallel.handoff import Handoff
+from vdpp_core.parallel.process_groups import merged
+from vdpp_core.parallel.world import World
+from vdpp_core.predict.planner import layouts
+from vdpp_core.predict.trace import Remembering
 
 WORLDS = (7, 8, 16)
 FRAMES = 25  # which none of them divides
@@ -124,8 +124,8 @@ def after_a_forward_pass(cfg: int, frames: int, kind: type[Noting] = Noting) -> 
     config = RunConfig(parallel=Parallel())
     for one, another in itertools.product(range(cfg), range(frames)):
         groups = {"cfg": kind(cfg, one), "frames": kind(frames, another)}
-        unet = unets.ready(config, unets.on_meta(config, torch.float16))
-        patches = lockstep.split(unet, {axis: group for axis, group in groups.items() if group.size > 1})
+        unet = models.ready(config, models.on_meta(config, torch.float16))
+        patches = parallelize.split_forward(unet, {axis: group for axis, group in groups.items() if group.size > 1})
         given = {
             "sample": torch.empty(2, FRAMES, 8, 5, 9, device=META, dtype=torch.float16),
             "timestep": torch.tensor(1.0),

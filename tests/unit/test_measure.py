@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vdpp_core.measure import MemoryMeter
+from vdpp_core.engine.measure import MemoryMeter
 
 
 class Pools:

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 
 from tests.conftest import official_pipeline
-from vdpp_core import media
-from vdpp_core.errors import ConfigError
-from vdpp_core.media import LEAST_SIDE, how_it_fits, read_image, read_video, save_video
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.engine import media
+from vdpp_core.engine.media import read_video, save_video
+from vdpp_core.models.images import LEAST_SIDE, how_it_fits, read_image
 
 SIZE = (64, 64)
 ORANGE = (240, 140, 50)
@@ -205,7 +206,7 @@ def test_the_pixels_that_are_kept(saved, given, wanted, box):
 # On Linux a child's ru_maxrss starts from its parent's peak, so this process's own high-water mark is read there.
 READ_AND_WEIGH = """
 import pathlib, resource, sys
-from vdpp_core.media import read_image
+from vdpp_core.models.images import read_image
 
 image = read_image(pathlib.Path(sys.argv[1]), (64, 64))
 status = pathlib.Path("/proc/self/status")

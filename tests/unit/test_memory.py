@@ -10,11 +10,13 @@ from contextlib import nullcontext
 
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, costs, machine, memory, replay, tables, trace
+from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.limits import GIB
+from vdpp_core.config import execution
+from vdpp_core.parallel.devices import GIB
+from vdpp_core.predict import memory, published, replay, trace
 
-PUBLISHED = tables.published()["memory_cfg3_28steps_1sample"]
+PUBLISHED = published.figures()["memory_cfg3_28steps_1sample"]
 CARD_GIB = 23.68
 
 
@@ -25,12 +27,12 @@ def medium(**more):
 
 @pytest.mark.parametrize("row", [row for row in PUBLISHED if row["outcome"] == "ok"], ids=lambda row: row["id"])
 def test_the_published_peaks(row):
-    assert memory.predict(costs.published_config(row)).total / 1e9 == pytest.approx(row["peak_gb_per_gpu"], rel=0.01)
+    assert memory.predict(published.memory_config(row)).total / 1e9 == pytest.approx(row["peak_gb_per_gpu"], rel=0.01)
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row["id"])
 def test_the_published_outcomes(row):
-    found = memory.fit(costs.published_config(row), CARD_GIB * GIB)
+    found = memory.fit(published.memory_config(row), CARD_GIB * GIB)
     assert found.fits == (row["outcome"] == "ok")
     if "requested_gib" in row:
         assert found.request / GIB == pytest.approx(row["requested_gib"], abs=0.005)
@@ -111,7 +113,7 @@ def test_what_is_remembered_of_operators_is_what_they_give(change, monkeypatch):
     config = memory.alike(RunConfig(device="cpu", latent_shape=(1, 4, 5, 8, 8), parallel=Parallel()).replace(**change))
 
     def traces():
-        whole = machine.DTYPES[change.get("dtype", "fp32")]
+        whole = execution.DTYPES[change.get("dtype", "fp32")]
         return trace.step.__wrapped__(config, whole), trace.decoding.__wrapped__(config, whole)
 
     monkeypatch.setattr(trace.Remembering, "known", {})
@@ -142,7 +144,7 @@ def test_what_would_make_it_fit_does():
 
 
 def test_what_would_have_brought_the_documents_hardest_row_back():
-    found = memory.remedies(costs.published_config(PUBLISHED[3]), CARD_GIB * GIB)
+    found = memory.remedies(published.memory_config(PUBLISHED[3]), CARD_GIB * GIB)
     assert found[0] == "--forward-chunking"
     assert "--frames 2 on 2 ranks" in found
 
@@ -196,7 +198,7 @@ def test_what_is_said_before_a_start():
 
 def test_a_limit_on_cuda_is_the_allocators():
     """The context comes on top of it."""
-    row = costs.published_config(PUBLISHED[1])
+    row = published.memory_config(PUBLISHED[1])
     allocators = memory.needed(row) / GIB - memory.CONTEXT_GIB
     assert memory.before_start(row.replace(memory_limit_gib=allocators + 0.02), 1) == []
     (line,) = memory.before_start(row.replace(memory_limit_gib=allocators - 0.2), 1)
@@ -241,7 +243,7 @@ def test_the_command_with_a_model_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(("ranks", "most"), [(2, 0.58), (4, 0.33)])
 def test_frames_share_out_the_activations(ranks, most):
     """Of the documents' hardest row, and of the model that is measured in tests/benchmarks/latency.py."""
-    hardest = costs.published_config(PUBLISHED[3])
+    hardest = published.memory_config(PUBLISHED[3])
     for config in (hardest, medium(latent_shape=(1, 4, 12, 24, 24))):
         alone, split = (
             memory.predict(config.replace(parallel=Parallel(frames=number))).activations for number in (1, ranks)
@@ -250,7 +252,7 @@ def test_frames_share_out_the_activations(ranks, most):
 
 
 def test_the_hardest_row_on_seven_cards_by_frames():
-    hardest = costs.published_config(PUBLISHED[3])
+    hardest = published.memory_config(PUBLISHED[3])
     split = memory.predict(hardest.replace(parallel=Parallel(frames=7)))
     sharded = memory.predict(hardest.replace(parallel=Parallel(frames=7, fsdp=True)))
     assert split.total / GIB == pytest.approx(5.8, abs=0.1)

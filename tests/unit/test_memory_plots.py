@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 from matplotlib import colors
 
-from vdpp_core import memory_plots
-from vdpp_core.replay import PARTS
+from vdpp_core.plots import peak_memory
+from vdpp_core.predict.replay import PARTS
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def rows() -> pd.DataFrame:
 
 
 def test_bars_are_the_parts_and_what_is_allowed_for(rows):
-    panel = memory_plots.peaks(rows, "title", "source").axes[0]
+    panel = peak_memory.peaks(rows, "title", "source").axes[0]
     bars = [[(bar.get_x(), bar.get_width()) for bar in container] for container in panel.containers]
     assert len(bars) == len(PARTS) + 1
     for position, name in enumerate(rows.index):
@@ -34,7 +34,7 @@ def test_bars_are_the_parts_and_what_is_allowed_for(rows):
 
 def test_published_is_hollow_measured_is_filled_and_the_end_is_marked(rows):
     for kind, face in (("published", "white"), ("measured", "black")):
-        lines = {line.get_label(): line for line in memory_plots.peaks(rows, "title", "source", kind).axes[0].lines}
+        lines = {line.get_label(): line for line in peak_memory.peaks(rows, "title", "source", kind).axes[0].lines}
         assert list(lines[kind].get_xdata()) == [20.5]
         assert list(lines[kind].get_ydata()) == [1]
         assert lines[kind].get_markerfacecolor() == face
@@ -43,13 +43,13 @@ def test_published_is_hollow_measured_is_filled_and_the_end_is_marked(rows):
 
 def test_a_table_with_predictions_only(rows):
     bare = rows[[f"{part}_gb" for part in PARTS]]
-    panel = memory_plots.peaks(bare, "title", "source").axes[0]
+    panel = peak_memory.peaks(bare, "title", "source").axes[0]
     assert len(panel.containers) == len(PARTS)
     assert [label.get_text() for label in panel.get_yticklabels()] == ["one rank", "sharded"]
 
 
 def test_parts_are_told_apart_in_grey(rows):
     large = ("parameters", "activations", "gathered")
-    greys = [colors.to_rgb(memory_plots.FACES[part]) @ pd.Series([0.299, 0.587, 0.114]).to_numpy() for part in large]
+    greys = [colors.to_rgb(peak_memory.FACES[part]) @ pd.Series([0.299, 0.587, 0.114]).to_numpy() for part in large]
     assert min(abs(a - b) for a, b in ((greys[0], greys[1]), (greys[1], greys[2]), (greys[0], greys[2]))) > 0.08
-    assert len({memory_plots.HATCHES[part] for part in PARTS}) == len(PARTS)
+    assert len({peak_memory.HATCHES[part] for part in PARTS}) == len(PARTS)

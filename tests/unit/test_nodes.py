@@ -16,10 +16,11 @@ from torch.distributed import HashStore
 
 from launch.__main__ import main
 from launch.job import Job
-from launch.nodes import Nodes
-from launch.others import Others
-from vdpp_core import Parallel, RunConfig, origin, results, resuming, runfolder, waiting
-from vdpp_core.errors import ConfigError
+from launch.machines.coordinator import Others
+from launch.machines.nodes import Nodes
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.runs import files, origin, processes, results, resuming, runfolder, stalls
 
 JOB = sys.modules["launch.job"]
 HERE = socket.gethostname()
@@ -131,7 +132,7 @@ def test_a_machine_does_not_join_with_other_samples(tmp_path: Path, monkeypatch:
     folder = runfolder.create(config)
     origin.begin(folder, config, threads=1)
     results.settle(folder, reason="stopped")
-    runfolder.write_atomically(folder / "config.json", config.replace(total_steps=3, seed=1).to_json())
+    files.write_atomically(folder / "config.json", config.replace(total_steps=3, seed=1).to_json())
     with pytest.raises(ConfigError, match=r"run run: (seed|total_steps) was .* when its samples were made"):
         Job(folder).resume(Nodes(2, 1, "10.77.0.1:29400", "run"))
 
@@ -182,12 +183,12 @@ def test_what_crosses_machines_is_said(nproc: int, parallel: Parallel, crossing:
 def test_the_first_machine_makes_a_shared_folder_and_others_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = RunConfig(**SHORT, output_dir=tmp_path / "run").for_ranks(2)
     folder = runfolder.join(config)
-    runfolder.write_launcher(folder, 1, alone=False)
+    processes.write_launcher(folder, 1, alone=False)
     with pytest.raises(ConfigError, match="exists already"):
         runfolder.join(config)
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     assert runfolder.join(config) == folder
-    assert runfolder.launcher_alive(folder)  # nothing is known of the other machine's
+    assert processes.launcher_alive(folder)  # nothing is known of the other machine's
     for changed, name in ((config.replace(seed=7), "seed"), (config.replace(parallel=Parallel(dp=2)), "dp")):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: f"of another {name}")
         with pytest.raises(ConfigError, match="the machine that came first") as refused:
@@ -247,13 +248,13 @@ def test_who_waits_for_another_machine(
         start = START | {"host": HERE}
         take = {"sample": facts.get("sample", 0)}
         write_events(folder, rank, (0.0, "start", start), (1.0, "take", take), (2.0, kind, {"seconds": 0.0} | facts))
-    named = waiting.unheard(folder, 7.0)
+    named = stalls.unheard(folder, 7.0)
     assert named.keys() == blamed.keys()
     for rank, words in named.items():
         assert "nothing was heard of it for 7 s" in words
         assert blamed[rank] in words
-    assert waiting.unheard(folder, 7.0, surely=True).keys() <= set(range(parallel.world_size)) - {last[0][0]}
-    assert waiting.unheard(folder, 7.0, surely=True)
+    assert stalls.unheard(folder, 7.0, surely=True).keys() <= set(range(parallel.world_size)) - {last[0][0]}
+    assert stalls.unheard(folder, 7.0, surely=True)
 
 
 def test_clocks_of_machines_may_differ(tmp_path: Path, write_events):
@@ -284,7 +285,7 @@ def test_no_machine_is_given_up_for_the_time_in_which_this_one_stood_still(freez
         looks += 1
         return bool(given_up) or looks > 100
 
-    monkeypatch.setattr("launch.others.time.monotonic", lambda: t)
+    monkeypatch.setattr("launch.machines.coordinator.time.monotonic", lambda: t)
     monkeypatch.setattr(others.over, "wait", wait)
     monkeypatch.setattr(others, "end_here", lambda _: given_up.append(looks))
     others._act()

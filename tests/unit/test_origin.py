@@ -6,17 +6,19 @@ import pytest
 import torch
 from PIL import Image
 
-from vdpp_core import RunConfig, engine, origin, results, resuming, runfolder
-from vdpp_core.config import MODELS
-from vdpp_core.errors import ConfigError
-from vdpp_core.layout import Parallel
+from vdpp_core import RunConfig
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.layout import Parallel
+from vdpp_core.config.run import MODELS
+from vdpp_core.engine import worker
+from vdpp_core.runs import files, origin, results, resuming, runfolder, saved_latents
 
 DUMMY = {"model": "dummy", "total_steps": 4, "num_samples": 3, "latent_shape": (1, 4, 2, 8, 8), "threads": 1}
 
 
 def edit(folder, **changes):
     config = RunConfig.read(folder).replace(**changes)
-    runfolder.write_atomically(folder / "config.json", config.to_json())
+    files.write_atomically(folder / "config.json", config.to_json())
 
 
 def everything_in(folder):
@@ -36,14 +38,14 @@ def assert_refused(folder, words):
 def whole(tmp_path_factory):
     """The folder of a good run of three samples."""
     place = tmp_path_factory.mktemp("whole") / "run"
-    return engine.run(RunConfig(save_latents=True, device="cpu", output_dir=place, **DUMMY))
+    return worker.run(RunConfig(save_latents=True, device="cpu", output_dir=place, **DUMMY))
 
 
 @pytest.fixture
 def stopped(whole, tmp_path):
     """The same, as if it had been stopped after two samples."""
     folder = shutil.copytree(whole, tmp_path / "run")
-    runfolder.latents_path(folder, 2).unlink()
+    saved_latents.latents_path(folder, 2).unlink()
     (folder / "result.json").unlink()
     results.write(folder, "stopped")
     return folder
@@ -51,7 +53,7 @@ def stopped(whole, tmp_path):
 
 def go_on(folder):
     """What `launch resume` has a rank do."""
-    engine.execute(folder, engine.Ranks(0, 1, 0, 1, under_torchrun=False), guarded=False)
+    worker.execute(folder, worker.Ranks(0, 1, 0, 1, under_torchrun=False), guarded=False)
 
 
 def test_a_resumed_run_keeps_what_was_made_from_the_same(stopped, whole):
@@ -61,7 +63,8 @@ def test_a_resumed_run_keeps_what_was_made_from_the_same(stopped, whole):
     go_on(stopped)
     for sample in range(3):
         assert (
-            runfolder.latents_path(stopped, sample).read_bytes() == runfolder.latents_path(whole, sample).read_bytes()
+            saved_latents.latents_path(stopped, sample).read_bytes()
+            == saved_latents.latents_path(whole, sample).read_bytes()
         )
 
 
@@ -100,7 +103,7 @@ def test_what_changes_no_bit_may_change(changes, stopped):
     if "latent_shape" in changes:
         kept = RunConfig.read(stopped).model_dump(mode="json", exclude={"latent_shape"}, exclude_none=True)
         config = RunConfig(**kept | {name: value for name, value in changes.items() if value is not None})
-        runfolder.write_atomically(stopped / "config.json", config.to_json())
+        files.write_atomically(stopped / "config.json", config.to_json())
     else:
         edit(stopped, **changes)
     assert resuming.begin_again(stopped) == []
@@ -126,7 +129,7 @@ def test_a_setting_that_a_record_does_not_know_had_its_default(stopped):
     older = record.model_copy(update={"samples": record.samples.model_copy(update={"settings": settings})})
     origin.write(stopped, older)
     for sample in range(2):
-        runfolder.save_latents(stopped, sample, runfolder.load_latents(stopped, sample), older.digest)
+        saved_latents.save_latents(stopped, sample, saved_latents.load_latents(stopped, sample), older.digest)
     assert origin.read(stopped).digest == older.digest != record.digest
     assert resuming.begin_again(stopped) == []
     assert list(resuming.work(stopped, RunConfig.read(stopped)).kept) == [0, 1]
@@ -142,7 +145,7 @@ def of_an_image(tmp_path):
     config = config.for_ranks(1)
     folder = runfolder.create(config)
     record = origin.begin(folder, config, threads=1)
-    runfolder.save_latents(folder, 0, torch.zeros(config.shape), record.digest)
+    saved_latents.save_latents(folder, 0, torch.zeros(config.shape), record.digest)
     results.settle(folder, reason="stopped")
     return folder, image, model
 
@@ -216,16 +219,18 @@ def test_a_hub_model_counts_by_its_revision(monkeypatch):
 def test_samples_without_a_record_are_computed_again(stopped):
     """As in a folder of an older version: nobody knows what they were made from."""
     (stopped / origin.FILE).unlink()
-    old = runfolder.latents_path(stopped, 0).read_bytes()
+    old = saved_latents.latents_path(stopped, 0).read_bytes()
     edit(stopped, total_steps=3)
     [line] = resuming.begin_again(stopped)
     assert line == "run has no record of what its samples were made from; all are computed again"
     work = resuming.work(stopped, RunConfig.read(stopped))
     assert (list(work.kept), list(work.latents)) == ([], [0, 1, 2])
-    assert not runfolder.latents_path(stopped, 0).exists()  # another resume must not take it for one of the new ones
+    assert not saved_latents.latents_path(
+        stopped, 0
+    ).exists()  # another resume must not take it for one of the new ones
     assert (stopped / "attempts" / "1" / "latents" / "sample-000.safetensors").read_bytes() == old
     go_on(stopped)
-    assert {runfolder.origin_of(stopped, sample) for sample in range(3)} == {origin.read(stopped).digest}
+    assert {saved_latents.origin_of(stopped, sample) for sample in range(3)} == {origin.read(stopped).digest}
 
 
 def test_a_finished_run_without_a_record_is_finished(whole, tmp_path):
@@ -237,10 +242,10 @@ def test_a_finished_run_without_a_record_is_finished(whole, tmp_path):
 
 
 def test_a_sample_of_another_run_is_not_kept(stopped):
-    latents = runfolder.load_latents(stopped, 1)
-    runfolder.save_latents(stopped, 1, latents, "0" * 64)
+    latents = saved_latents.load_latents(stopped, 1)
+    saved_latents.save_latents(stopped, 1, latents, "0" * 64)
     [line] = resuming.begin_again(stopped)
-    assert line.startswith(str(runfolder.latents_path(stopped, 1)))
+    assert line.startswith(str(saved_latents.latents_path(stopped, 1)))
     assert line.endswith("computed again")
     assert list(resuming.work(stopped, RunConfig.read(stopped)).latents) == [1, 2]
 
@@ -281,11 +286,11 @@ def test_a_rank_that_would_compute_other_samples_ends_before_the_first(stopped):
     """What was changed between the check and the start."""
     resuming.begin_again(stopped)
     edit(stopped, seed=1)
-    kept = {sample: runfolder.latents_path(stopped, sample).read_bytes() for sample in range(2)}
+    kept = {sample: saved_latents.latents_path(stopped, sample).read_bytes() for sample in range(2)}
     with pytest.raises(ConfigError, match="seed was 0"):
         go_on(stopped)
-    assert not runfolder.latents_path(stopped, 2).exists()
-    assert kept == {sample: runfolder.latents_path(stopped, sample).read_bytes() for sample in kept}
+    assert not saved_latents.latents_path(stopped, 2).exists()
+    assert kept == {sample: saved_latents.latents_path(stopped, sample).read_bytes() for sample in kept}
 
 
 def test_another_machine_has_the_same_files_or_takes_no_part(of_an_image, tmp_path):
@@ -300,5 +305,5 @@ def test_another_machine_has_the_same_files_or_takes_no_part(of_an_image, tmp_pa
 
 
 def test_nothing_is_recorded_where_no_latents_are_kept(tmp_path):
-    folder = engine.run(RunConfig(device="cpu", output_dir=tmp_path / "run", **DUMMY))
+    folder = worker.run(RunConfig(device="cpu", output_dir=tmp_path / "run", **DUMMY))
     assert not (folder / origin.FILE).exists()

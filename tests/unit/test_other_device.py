@@ -16,13 +16,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vdpp_core import Parallel, RunConfig, engine, machine, mesh, runfolder, unets, videos
-from vdpp_core.config import EXAMPLE_IMAGE
-from vdpp_core.decode import Decoder
-from vdpp_core.denoise import Denoiser
-from vdpp_core.handoff import Handoff
-from vdpp_core.mesh import Ranks
-from vdpp_core.trace import Remembering
+from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.config import execution
+from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.engine import videos, worker
+from vdpp_core.models.decoding import Decoder
+from vdpp_core.models.denoising import Denoiser
+from vdpp_core.parallel import rendezvous, world
+from vdpp_core.parallel.handoff import Handoff
+from vdpp_core.parallel.rendezvous import Ranks
+from vdpp_core.predict.trace import Remembering
+from vdpp_core.runs import runfolder
 
 META = torch.device("meta")
 BACKEND = "nobody"
@@ -41,7 +45,7 @@ def backend() -> None:
 
 @pytest.fixture(autouse=True)
 def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    load_scheduler = unets.load_scheduler
+    load_scheduler = models.load_scheduler
 
     def schedule(config: RunConfig, device: torch.device) -> Any:
         """diffusers works out the timesteps with numbers that it reads from the device, which has none here."""
@@ -49,10 +53,10 @@ def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         scheduler.timesteps = scheduler.timesteps.to(device)
         return scheduler
 
-    monkeypatch.setattr(unets, "load_scheduler", schedule)
-    monkeypatch.setattr(mesh, "device_of", lambda *_: META)
-    monkeypatch.setattr(machine, "backend", lambda _: BACKEND)
-    monkeypatch.setattr(mesh, "_store", lambda _: FakeStore())
+    monkeypatch.setattr(models, "load_scheduler", schedule)
+    monkeypatch.setattr(world, "device_of", lambda *_: META)
+    monkeypatch.setattr(execution, "backend", lambda _: BACKEND)
+    monkeypatch.setattr(rendezvous, "_store", lambda _: FakeStore())
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -65,7 +69,7 @@ def run(config: RunConfig, folder: Path) -> None:
     runfolder.create(config)
     for rank in range(number):
         with Remembering():
-            engine.execute(folder, Ranks(rank, number, rank, number, under_torchrun=False), guarded=False)
+            worker.execute(folder, Ranks(rank, number, rank, number, under_torchrun=False), guarded=False)
     kinds = [event["kind"] for event in runfolder.read_events(folder) if event["kind"] in ("done", "sample")]
     assert kinds.count("done") == number
     assert kinds.count("sample") == config.num_samples

@@ -11,11 +11,12 @@ from annotated_types import Ge, Le
 
 import launch
 import launch.__main__
-from launch.controls import GROUPS, Controls
-from launch.foretold import Foreteller
-from launch.panel import Panel, Worker
+from launch.widgets.controls import GROUPS, Controls
+from launch.widgets.panel import Panel, Worker
+from launch.widgets.predictions import Foreteller
 from tests.conftest import write_run
-from vdpp_core import ConfigError, Parallel, RunConfig, results, runfolder
+from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.runs import results, runfolder
 
 SHORT = RunConfig(num_frames=2, total_steps=3, num_samples=2, threads=1, parallel=Parallel(pp=2))
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import vdpp_core
-from vdpp_core import Parallel, RunConfig, unets
+from vdpp_core import Parallel, RunConfig, models
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def mesh():
 
 
 def test_one_rank_computes_alone(mesh):
-    unet = unets.load(RunConfig(device="cpu", parallel=Parallel()), torch.device("cpu"), torch.float32)
+    unet = models.load(RunConfig(device="cpu", parallel=Parallel()), torch.device("cpu"), torch.float32)
     before = set(unet.__dict__)
     assert vdpp_core.parallelize(unet, mesh) is unet
     assert "forward" not in unet.__dict__

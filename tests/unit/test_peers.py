@@ -11,23 +11,17 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 
-from vdpp_core import (
-    ConfigError,
-    Parallel,
-    RunConfig,
-    conditioning,
-    engine,
-    peers_plots,
-    peers_report,
-    plots,
-    runfolder,
-    unets,
-)
+from vdpp_core import ConfigError, Parallel, RunConfig, models
 from vdpp_core.__main__ import main
-from vdpp_core.config import EXAMPLE_IMAGE
-from vdpp_core.mesh import Ranks
-from vdpp_core.peers import Peers
-from vdpp_core.peers_report import OFFICIAL, PEERS, configuration, plan, table, variants
+from vdpp_core.compare import peers_report
+from vdpp_core.compare.peers import Peers
+from vdpp_core.compare.peers_report import OFFICIAL, PEERS, configuration, plan, table, variants
+from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.engine import worker
+from vdpp_core.models import conditioning
+from vdpp_core.parallel.rendezvous import Ranks
+from vdpp_core.plots import peer_comparison, style
+from vdpp_core.runs import saved_latents
 
 SECONDS = {  # of each repeat; medians of ratios are not ratios of medians here
     "official pipeline": (10.0, 20.0, 12.0),
@@ -124,7 +118,7 @@ def test_files_and_what_is_printed(config: RunConfig, measured: list[dict[str, A
         (tmp_path / run["run_id"] / "latents").mkdir(parents=True)
         for sample in range(4):
             latents = torch.full((1, 4, 2, 1, 1), 1.01 if run["run_id"] == other and sample == 3 else 1.0)
-            runfolder.save_latents(tmp_path / run["run_id"], sample, latents)
+            saved_latents.save_latents(tmp_path / run["run_id"], sample, latents)
     told = peers_report.facts(config.replace(output_dir=tmp_path), 2, 3)
     peers_report.write(tmp_path, told, measured)
     result = json.loads((tmp_path / "peers.json").read_text())
@@ -140,7 +134,7 @@ def test_files_and_what_is_printed(config: RunConfig, measured: list[dict[str, A
 
 
 def test_the_figure(rows: pd.DataFrame) -> None:
-    figure = peers_plots.peers(rows.reset_index(), "source")
+    figure = peer_comparison.peers(rows.reset_index(), "source")
     assert figure.get_suptitle() == (
         "Ours takes 1.000 (one rank), 1.200 (data parallel), 1.000 (step pipeline) of its peers' time on 2 ranks"
     )
@@ -149,7 +143,7 @@ def test_the_figure(rows: pd.DataFrame) -> None:
     assert [bar.get_width() for bar in left.patches] == rows["makespan_s"].tolist()
     assert [bool(bar.get_hatch()) for bar in left.patches] == [not ours for ours in rows["ours"]]
     axes = ["1 rank", "1 rank", "dp", "dp", "pp", "pp", "cfg", "frames"]
-    assert [to_hex(bar.get_facecolor()).upper() for bar in left.patches] == [plots.COLOURS[axis] for axis in axes]
+    assert [to_hex(bar.get_facecolor()).upper() for bar in left.patches] == [style.COLOURS[axis] for axis in axes]
     assert [label.get_text() for label in left.get_yticklabels()] == list(SECONDS)
     assert rows["makespan_s_greatest"].max() <= left.get_xlim()[1]
     low, high = right.get_xlim()
@@ -214,7 +208,7 @@ def test_a_mistake_costs_one_line(line: str, said: str, tmp_path: Any, capsys: A
 
 def test_synthetic_conditioning_of_a_sample_is_the_same_in_every_replica() -> None:
     config, device = RunConfig(random_weights=True, num_samples=4, seed=3), torch.device("cpu")
-    unet = unets.load(config, device, torch.float32)
+    unet = models.load(config, device, torch.float32)
 
     def told(samples: range) -> conditioning.Conditioning:
         room = conditioning.Conditioning.empty(config, unet, max(1, len(samples)), device, torch.float32)
@@ -237,6 +231,6 @@ def test_the_official_pipeline_without_encoders(tmp_path: Any) -> None:
     found = Peers(config, torch.device("cpu")).run(folder / official.run_id, official, alone)
     assert len(found["latency_s"]) == 2
     assert found["makespan_s"] == pytest.approx(sum(found["latency_s"]))
-    engine.run(peers_report.of_run(config, folder, ours))
+    worker.run(peers_report.of_run(config, folder, ours))
     told = peers_report.difference(folder, ours.run_id, official.run_id, 2)
     assert told == {"equal_latents": 2, "relative_error": 0}

@@ -10,17 +10,19 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from tests.unit.test_advice import Simple
-from vdpp_core import Parallel, RunConfig, advice, planner_plots, schedule
-from vdpp_core.plots import COLOURS
-from vdpp_core.rates import Link, Rates
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.plots import plan_overview
+from vdpp_core.plots.style import COLOURS
+from vdpp_core.predict import planner, schedule
+from vdpp_core.predict.rates import Link, Rates
 
 CONFIG = RunConfig(model="svd", random_weights=True, device="cuda", num_samples=6, latent_shape=(1, 4, 14, 72, 128))
 KNOWN = Rates(1e12, Link(1e9))
 
 
 def plan(chosen: Parallel, capacity_gib: float = 24, **more):
-    table, spans = advice.look(CONFIG, chosen, 4, "latency", KNOWN, capacity_gib, Simple(), **more)
-    return table, spans, planner_plots.planner(table, chosen, spans, capacity_gib, "title", "source")
+    table, spans = planner.look(CONFIG, chosen, 4, "latency", KNOWN, capacity_gib, Simple(), **more)
+    return table, spans, plan_overview.planner(table, chosen, spans, capacity_gib, "title", "source")
 
 
 def test_the_chosen_layout_is_drawn_rank_by_rank():
@@ -52,7 +54,7 @@ def test_a_layout_that_cannot_be_says_so_in_its_place():
 def test_bars_are_those_of_the_best_layouts_and_of_the_chosen_one():
     table, _, figure = plan(Parallel(pp=4))
     shown = [label.get_text() for label in figure.axes[1].get_yticklabels()]
-    assert shown[: planner_plots.SHOWN] == table["layout"][: planner_plots.SHOWN].tolist()
+    assert shown[: plan_overview.SHOWN] == table["layout"][: plan_overview.SHOWN].tolist()
     assert shown[-1] == "pp 4"
     for panel, column in zip(figure.axes[1:], ("latency_s", "makespan_s", "needed_gib"), strict=True):
         widths = [bar.get_width() for bar in panel.patches]
@@ -70,11 +72,11 @@ def test_the_advice_is_written_below():
     table, _, figure = plan(Parallel())
     words = next(text.get_text() for text in figure.texts if "layout" in text.get_text())
     lines = words.splitlines()
-    assert len(lines) == 1 + planner_plots.SHOWN + 1  # heading, the best, and the chosen one, which does not fit
+    assert len(lines) == 1 + plan_overview.SHOWN + 1  # heading, the best, and the chosen one, which does not fit
     assert table["layout"][0] in lines[1]
     assert table["reason"][0][:30] in lines[1]
     assert "GiB needed" in lines[-1]
-    assert max(map(len, lines)) <= planner_plots.WIDTH
+    assert max(map(len, lines)) <= plan_overview.WIDTH
 
 
 def test_where_nothing_fits_it_says_so():
@@ -100,7 +102,7 @@ def test_predictions_stand_against_measurements():
         for name, value in (("makespan", 10.0 + number), ("latency", 2.0)):
             row |= {f"{name}_s": value, f"predicted_{name}_s": value * (1 + error)}
         rows.append(row)
-    figure = planner_plots.against_measured(pd.DataFrame(rows), "title", "source")
+    figure = plan_overview.against_measured(pd.DataFrame(rows), "title", "source")
     for panel, name in zip(figure.axes, ("makespan", "latency"), strict=True):
         points = sorted(tuple(point) for scatter in panel.collections[1:] for point in scatter.get_offsets())
         known = sorted((row[f"{name}_s"], row[f"predicted_{name}_s"]) for row in rows)

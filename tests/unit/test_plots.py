@@ -12,8 +12,11 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 import launch
-from vdpp_core import Parallel, metrics, plots, schedule, tables
+from vdpp_core import Parallel
 from vdpp_core.config import RunConfig
+from vdpp_core.plots import gantt, scaling, style
+from vdpp_core.predict import published, schedule
+from vdpp_core.runs import metrics
 
 PP, DP, ONE = Parallel(pp=2), Parallel(dp=2), Parallel()
 
@@ -46,7 +49,7 @@ def title(figure) -> str:
 @pytest.mark.parametrize("order", [(ONE, PP, DP), (DP, ONE), (PP,)])
 def test_every_bar_of_a_gantt_chart_is_inside_its_panel(order, predicted):
     """Panels share the time axis, whichever of them is the longest."""
-    figure = plots.gantt([(str(layout), spans(layout), layout) for layout in order], "title", "source", predicted)
+    figure = gantt.gantt([(str(layout), spans(layout), layout) for layout in order], "title", "source", predicted)
     for layout, panel in zip(order, figure.axes, strict=True):
         left, right = panel.get_xlim()
         bars = panel.patches
@@ -62,7 +65,7 @@ def test_every_bar_of_a_gantt_chart_is_inside_its_panel(order, predicted):
 
 def test_numbers_in_bars_stand_out_from_the_bars():
     """Readable in grey: black on light, white on dark."""
-    figure = plots.gantt([(str(layout), spans(layout), layout) for layout in (ONE, PP, DP)], "title", "source")
+    figure = gantt.gantt([(str(layout), spans(layout), layout) for layout in (ONE, PP, DP)], "title", "source")
     for panel in figure.axes:
         for bar, text in zip(panel.patches, panel.texts, strict=True):
             grey = np.dot(bar.get_facecolor()[:3], [0.299, 0.587, 0.114])
@@ -71,36 +74,36 @@ def test_numbers_in_bars_stand_out_from_the_bars():
 
 
 def test_axes_differ_in_grey_or_marker():
-    greys = [np.dot(to_rgb(colour), [0.299, 0.587, 0.114]) for colour in plots.COLOURS.values()]
-    assert len(set(plots.MARKERS.values())) == len(plots.COLOURS)
-    assert abs(greys[list(plots.COLOURS).index("pp")] - greys[list(plots.COLOURS).index("dp")]) > 0.2
+    greys = [np.dot(to_rgb(colour), [0.299, 0.587, 0.114]) for colour in style.COLOURS.values()]
+    assert len(set(style.MARKERS.values())) == len(style.COLOURS)
+    assert abs(greys[list(style.COLOURS).index("pp")] - greys[list(style.COLOURS).index("dp")]) > 0.2
 
 
 def test_throughput_says_what_the_table_says(table):
-    figure = plots.throughput(table, tables.published(), "source")
+    figure = scaling.throughput(table, published.figures(), "source")
     rates = table.set_index(["pp", "dp"])["samples_per_s"]
     assert f"{rates[2, 1] / rates[1, 2]:.2f} ×" in title(figure)
     left, right = figure.axes
     assert {"ranks"} == {left.get_xlabel(), right.get_xlabel()}
     assert {"samples per second"} == {left.get_ylabel(), right.get_ylabel()}
     lines = {line.get_label(): line for line in right.lines}
-    published = lines["step pipeline, fill left out"]
-    assert list(published.get_ydata()) == [0.118, 0.234, 0.49, 0.855]
-    assert published.get_markerfacecolor() == "white"
+    known = lines["step pipeline, fill left out"]
+    assert list(known.get_ydata()) == [0.118, 0.234, 0.49, 0.855]
+    assert known.get_markerfacecolor() == "white"
     counted = lines["step pipeline, fill counted (computed)"]
     assert counted.get_linestyle() == "--"
     assert counted.get_ydata()[2] == pytest.approx(14 / (8.49 + 13 / 0.490))
 
 
 def test_scaling_efficiency_is_relative_to_one_rank(table):
-    figure = plots.scaling_efficiency(table, tables.published(), "source")
+    figure = scaling.scaling_efficiency(table, published.figures(), "source")
     data_parallel = next(line for line in figure.axes[0].lines if "data parallel" in line.get_label())
     assert list(data_parallel.get_ydata()) == pytest.approx([1.0, 1.0])
     assert "100% (data parallel)" in title(figure)
 
 
 def test_latency_and_interval_are_two_lines(table):
-    figure = plots.latency(table, tables.published(), "source")
+    figure = scaling.latency(table, published.figures(), "source")
     labels = [line.get_label() for line in figure.axes[0].lines]
     assert any("interval" in label for label in labels)
     assert any("latency" in label for label in labels)
@@ -108,14 +111,14 @@ def test_latency_and_interval_are_two_lines(table):
     assert "the latency of a sample by 1.00" in title(figure)
 
 
-@pytest.mark.parametrize("draw", [plots.throughput, plots.latency, plots.scaling_efficiency])
+@pytest.mark.parametrize("draw", [scaling.throughput, scaling.latency, scaling.scaling_efficiency])
 def test_a_prediction_stands_beside_each_measurement(table, draw):
-    lines = draw(table, tables.published(), "source").axes[0].lines
+    lines = draw(table, published.figures(), "source").axes[0].lines
     dashed = [line for line in lines if line.get_label() == "the same, predicted"]
     solid = [line for line in lines if line.get_label().startswith(("step pipeline (pp)", "data parallel (dp)"))]
     solid = [line for line in solid if line.get_linestyle() == "-"]
     assert len(dashed) == len(solid) == 2
-    ratio = 1.0 if draw is plots.scaling_efficiency else 1.1  # relative to one rank's own
+    ratio = 1.0 if draw is scaling.scaling_efficiency else 1.1  # relative to one rank's own
     for foretold, measured in zip(dashed, solid, strict=True):
         assert foretold.get_linestyle() == "--"
         assert foretold.get_color() == measured.get_color()
@@ -124,14 +127,14 @@ def test_a_prediction_stands_beside_each_measurement(table, draw):
 
 def test_failed_runs_are_not_drawn(table):
     failed = table.assign(outcome="failed", samples_per_s=99.0)
-    figure = plots.throughput(pd.concat([table, failed]), tables.published(), "source")
+    figure = scaling.throughput(pd.concat([table, failed]), published.figures(), "source")
     assert max(max(line.get_ydata()) for line in figure.axes[0].lines if len(line.get_ydata())) < 99
 
 
 def test_sliders_redraw_the_figure_when_moved():
     def draw(ranks: int):
         layout = Parallel(pp=ranks)
-        return plots.gantt([("pp", spans(layout), layout)], f"{ranks} ranks", "source", predicted=True)
+        return gantt.gantt([("pp", spans(layout), layout)], f"{ranks} ranks", "source", predicted=True)
 
     control = widgets.IntSlider(2, 1, 8, continuous_update=False)
     *_, picture = launch.sliders(draw, ranks=control).children

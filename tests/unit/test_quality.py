@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vdpp_core import quality
-from vdpp_core.assets.clips import FASTEST, FRAMES, example, held_out, scenes
+from vdpp_core.tiny_svd import quality
+from vdpp_core.tiny_svd.clips import FASTEST, FRAMES, example, held_out, scenes
 
 
 @pytest.fixture(scope="module")

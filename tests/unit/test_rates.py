@@ -12,23 +12,15 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from vdpp_core import (
-    ConfigError,
-    Parallel,
-    RunConfig,
-    checks,
-    costs,
-    engine,
-    machine,
-    rates,
-    results,
-    runfolder,
-    tables,
-)
-from vdpp_core.metrics import Span, others_at_work
-from vdpp_core.rates import Link, Rates
+from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.compare import tables
+from vdpp_core.engine import worker
+from vdpp_core.predict import accuracy, costs, published, rates
+from vdpp_core.predict.rates import Link, Rates
+from vdpp_core.runs import other_runs, results, runfolder
+from vdpp_core.runs.metrics import Span, others_at_work
 
-PUBLISHED = tables.published()
+PUBLISHED = published.figures()
 ROWS = {row["id"]: row for row in PUBLISHED["memory_cfg3_28steps_1sample"]}
 TINY = RunConfig(device="cpu", latent_shape=(1, 4, 4, 9, 16), parallel=Parallel())
 
@@ -40,7 +32,7 @@ def card() -> Rates:
 
 
 def test_calibrated_on_the_smallest_video_the_larger_ones_are_within_10_percent(card):
-    table = checks.against_published(card)
+    table = accuracy.against_published(card)
     assert table.index[table["calibrated on"]].tolist() == ["memory, row 1", "memory, row 5"]
     for row in (2, 3):
         assert table["predicted_s"][f"memory, row {row}"] == pytest.approx(ROWS[row]["first_sample_time_s"], rel=0.1)
@@ -58,7 +50,7 @@ def test_calibrated_on_the_smallest_video_the_larger_ones_are_within_10_percent(
 
 @pytest.mark.parametrize("row", [1, 2, 3])
 def test_any_row_of_one_card_foretells_the_others(row):
-    table = checks.against_published(rates.published(row))
+    table = accuracy.against_published(rates.published(row))
     assert table["error"].filter(like="memory").abs().max() < 0.1
 
 
@@ -67,7 +59,7 @@ def test_published_rates_of_the_step_pipeline_within_5_percent(card, gpus):
     """Interval by interval, in the steady state, 10 samples of 28 steps; hand-offs over the link that row 5 implies."""
     experiment = PUBLISHED["throughput_cfg3_14x72x128"]
     known = next(row for row in experiment["rows"] if row["world_size"] == gpus)["throughput_samples_per_s"]
-    config = costs.published_config(ROWS[1]).replace(num_samples=experiment["num_samples"], parallel=Parallel(pp=gpus))
+    config = published.memory_config(ROWS[1]).replace(num_samples=experiment["num_samples"], parallel=Parallel(pp=gpus))
     result = rates.predict(config, card).numbers()
     assert result["steady_state_samples_per_s"] == pytest.approx(known, rel=0.05)
     assert result["throughput_samples_per_s"] == pytest.approx(known, rel=0.05)
@@ -77,7 +69,7 @@ def test_the_published_rate_of_data_parallel_on_four_cards_is_that_of_four_round
     """14 samples of 8.55 s on 4 cards: ⌈14/4⌉ = 4 rounds, whatever a step takes."""
     rows = PUBLISHED["pipeline_vs_data_parallel"]["svd_fp16"]
     known = next(row for row in rows if row["world_size"] == 4)
-    config = costs.published_config(ROWS[1]).replace(num_samples=14, parallel=Parallel(dp=4))
+    config = published.memory_config(ROWS[1]).replace(num_samples=14, parallel=Parallel(dp=4))
     alone = known["data_avg_s"] / 28
     cost = costs.cost(config)
     result = rates.predict(config, Rates(cost.flops / alone, Link(1e9))).numbers()
@@ -130,7 +122,7 @@ def test_ranks_that_are_more_than_the_cores_share_them(change, num_samples, shar
 def alone() -> Iterator[None]:
     """The runs of other tests, which may be at work meanwhile, are seen by nobody here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "ranks_at_work", lambda: 0)
+        patch.setattr(other_runs, "ranks_at_work", lambda: 0)
         yield
 
 
@@ -139,13 +131,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of three samples on one rank."""
     shape = (1, 4, 3, 8, 8)
     config = RunConfig(device="cpu", threads=1, latent_shape=shape, total_steps=4, num_samples=3)
-    return engine.run(config.replace(output_dir=tmp_path_factory.mktemp("runs") / "of-three"))
+    return worker.run(config.replace(output_dir=tmp_path_factory.mktemp("runs") / "of-three"))
 
 
 def test_a_run_foretells_itself(run):
     """All of its time lies in spans; what is left are the moments between samples."""
     known = rates.from_run(run, Link(1e9))
-    table = checks.against_runs([run], known)
+    table = accuracy.against_runs([run], known)
     assert table["calibrated on"].tolist() == [True]
     assert table["error"].abs().max() < 0.05
     assert table["predicted_latency_s"][0] == pytest.approx(fmean(runfolder.read_result(run)["latency_s"]), rel=0.05)
@@ -155,10 +147,10 @@ def test_a_run_foretells_itself(run):
 
 
 def test_runs_of_another_kind_say_nothing(run, tmp_path):
-    other = engine.run(RunConfig.read(run).replace(output_dir=tmp_path / "run", shortcuts=True, num_samples=1))
-    same = engine.run(RunConfig.read(run).replace(output_dir=tmp_path / "same", num_samples=1, total_steps=2))
+    other = worker.run(RunConfig.read(run).replace(output_dir=tmp_path / "run", shortcuts=True, num_samples=1))
+    same = worker.run(RunConfig.read(run).replace(output_dir=tmp_path / "same", num_samples=1, total_steps=2))
     failed = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "failed"))
-    table = checks.against_runs([run, other, same, failed], rates.from_run(run, Link(1e9)))
+    table = accuracy.against_runs([run, other, same, failed], rates.from_run(run, Link(1e9)))
     assert table["run"].tolist() == ["of-three", "same"]
     assert rates.from_run(run, Link(1e9)).checked(table).error == (table["error"][1], table["error"][1])
 
@@ -167,15 +159,15 @@ def test_runs_that_are_here_are_foretold_from_one_another(run, tmp_path):
     """Those of one folder, setting and video, from the one with most samples where there is no step pipeline."""
     known = RunConfig.read(run)
     folders = [
-        engine.run(known.replace(output_dir=tmp_path / name, num_samples=samples, seed=7))
+        worker.run(known.replace(output_dir=tmp_path / name, num_samples=samples, seed=7))
         for name, samples in (("a", 1), ("b", 2), ("c", 1))
     ]
-    other_video = engine.run(known.replace(output_dir=tmp_path / "d", latent_shape=(1, 4, 2, 8, 8), num_samples=1))
-    table = checks.among([run, *folders, other_video])
+    other_video = worker.run(known.replace(output_dir=tmp_path / "d", latent_shape=(1, 4, 2, 8, 8), num_samples=1))
+    table = accuracy.among([run, *folders, other_video])
     assert table["run"].tolist() == ["a", "b", "c"]  # the others are alone
     assert table["calibrated on"].tolist() == [False, True, False]
     assert table["predicted_makespan_s"][1] == pytest.approx(2 * table["predicted_makespan_s"][0], rel=1e-6)
-    assert checks.among([run]).empty
+    assert accuracy.among([run]).empty
 
 
 def test_ranks_that_are_alone_for_a_while_tell_how_others_slow_them_down():
@@ -255,10 +247,10 @@ def test_a_disturbed_run_is_refused_and_left_out_of_comparisons(written):
     known, anyway = rates.from_run(calm, Link(1e9)), rates.from_run(stopped, Link(1e9), though_disturbed=True)
     assert anyway.flops_per_s == pytest.approx(known.flops_per_s)
     assert anyway.source == f"measured: run stopped, which was disturbed: {moment}"
-    assert checks.against_runs([calm, stopped, slept], known)["run"].tolist() == ["calm"]
-    assert checks.among([calm, stopped, slept]).empty  # nothing is left to compare with
+    assert accuracy.against_runs([calm, stopped, slept], known)["run"].tolist() == ["calm"]
+    assert accuracy.among([calm, stopped, slept]).empty  # nothing is left to compare with
     again = written("again", steady)
-    assert checks.among([calm, stopped, slept, again])["run"].tolist() == ["calm", "again"]
+    assert accuracy.among([calm, stopped, slept, again])["run"].tolist() == ["calm", "again"]
 
 
 def test_a_run_beside_others_is_calibrated_on_and_says_so(written):
@@ -266,14 +258,14 @@ def test_a_run_beside_others_is_calibrated_on_and_says_so(written):
     calm, beside = written("calm", np.full(32, STEP_S)), written("beside", np.full(32, 0.2), other_ranks=2)
     known = rates.from_run(beside, Link(1e9))
     assert known.source == "measured: run beside beside 2 ranks of other runs"
-    assert checks.against_runs([calm, beside], known)["run"].tolist() == ["calm", "beside"]
-    assert checks.against_runs([calm, beside], rates.from_run(calm, Link(1e9)))["run"].tolist() == ["calm"]
-    assert checks.among([calm, beside]).empty
+    assert accuracy.against_runs([calm, beside], known)["run"].tolist() == ["calm", "beside"]
+    assert accuracy.against_runs([calm, beside], rates.from_run(calm, Link(1e9)))["run"].tolist() == ["calm"]
+    assert accuracy.among([calm, beside]).empty
 
 
 def test_rates_that_nothing_was_compared_with_are_unchecked(written):
     known = rates.from_run(written("calm", np.full(32, STEP_S)), Link(1e9))
-    nothing = checks.against_runs([], known)
+    nothing = accuracy.against_runs([], known)
     assert nothing.empty
     assert known.checked(nothing).error is None
 
@@ -319,7 +311,7 @@ def test_a_damaged_run_is_not_calibrated_on_and_left_out_of_comparisons(run, tmp
     with pytest.raises(ConfigError, match=r"^calibrate .*broken: must "):
         rates.from_run(broken, Link(1e9))
     if (broken / "events" / "rank-0.jsonl").read_text():
-        assert checks.against_runs([run, broken], rates.from_run(run, Link(1e9)))["run"].tolist() == ["of-three"]
+        assert accuracy.against_runs([run, broken], rates.from_run(run, Link(1e9)))["run"].tolist() == ["of-three"]
 
 
 def test_company_is_counted_without_comparing_all_with_all():

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vdpp_core import Parallel, RunConfig, engine, unets
-from vdpp_core.parallel import fsdp, lockstep
+from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.engine import worker
+from vdpp_core.models import attention, shortcuts
+from vdpp_core.parallel import fsdp, parallelize
 from vdpp_core.parallel.group import Group
-from vdpp_core.parallel.groups import merged
-from vdpp_core.unets import attention, shortcuts
+from vdpp_core.parallel.process_groups import merged
 
 CPU = torch.device("cpu")
 TINY = RunConfig(device="cpu", parallel=Parallel())
@@ -55,12 +56,12 @@ def inputs() -> dict[str, torch.Tensor]:
         lambda unet: None,
         shortcuts.take,
         attention.take_turns,
-        lambda unet: lockstep.split(unet, {"frames": Group(2)}),
-        lambda unet: lockstep.split(unet, {"frames": Group(2), "cfg": Group(2)}),
+        lambda unet: parallelize.split_forward(unet, {"frames": Group(2)}),
+        lambda unet: parallelize.split_forward(unet, {"frames": Group(2), "cfg": Group(2)}),
     ],
 )
 def test_a_whole_unet_however_it_is_patched(patch: Callable[[Any], Any]) -> None:
-    unet = unets.load(TINY, CPU, torch.float32)
+    unet = models.load(TINY, CPU, torch.float32)
     patch(unet)
     with torch.no_grad():
         unet(**inputs())
@@ -94,10 +95,10 @@ def test_a_sharded_unet() -> None:
 def test_nothing_of_it_is_held_while_videos_are_made(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vdpp_core import videos
+    from vdpp_core.engine import videos
 
     held: list[Callable[[], int]] = []
-    load, make = unets.load, videos.make
+    load, make = models.load, videos.make
 
     def loading(*arguments: Any) -> Any:
         unet = load(*arguments)
@@ -108,8 +109,8 @@ def test_nothing_of_it_is_held_while_videos_are_made(
         assert [bytes_() for bytes_ in held] == [0]
         make(*arguments)
 
-    monkeypatch.setattr(unets, "load", loading)
+    monkeypatch.setattr(models, "load", loading)
     monkeypatch.setattr(videos, "make", making)
     small = {"total_steps": 2, "num_frames": 2, "num_samples": 2, "threads": 1, "device": "cpu"}
-    engine.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small, **options))
+    worker.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small, **options))
     assert len(held) == 1

@@ -10,7 +10,10 @@ import sys
 import psutil
 import pytest
 
-from vdpp_core import Parallel, RunConfig, processes, progress, results, runfolder, tables
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.compare import tables
+from vdpp_core.predict import schedule
+from vdpp_core.runs import events, processes, progress, results, runfolder
 
 FACTS = {"device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
 MEMORY = {"allocated_gb": 0.5, "resident_gb": 1.5}
@@ -88,7 +91,7 @@ def finished(folder, write_events):
 
 
 def test_a_normal_end(finished):
-    result = results.write(finished, "ok")
+    result = results.write(finished, "ok", predict_times=schedule.run_times)
     assert result["outcome"] == "ok"
     assert "failure" not in result
     assert result["samples_finished"] == 2
@@ -113,7 +116,7 @@ def test_a_normal_end(finished):
 
 
 def test_measured_and_predicted_numbers_have_the_same_keys(finished):
-    result = results.summarise(finished)
+    result = results.summarise(finished, schedule.run_times)
     assert set(result["predicted"]) - {"source", "step_s_per_stage"} <= set(result)
 
 
@@ -123,7 +126,7 @@ def test_warm_up_samples_are_not_samples(folder, write_events):
 
     write_events(folder, 0, *start(0)[:3], *warm_up(0, 96.0), start(0)[3], *RANK_0, done(104.6))
     write_events(folder, 1, *start(1)[:3], *warm_up(1, 97.0), start(1)[3], *RANK_1, done(107.1))
-    result = results.summarise(folder)
+    result = results.summarise(folder, schedule.run_times)
     assert result["samples_finished"] == 2
     assert result["makespan_s"] == pytest.approx(7.0)
     assert result["latency_s"] == pytest.approx([4.0, 5.0])
@@ -371,7 +374,7 @@ def test_a_rank_that_somebody_ended_is_the_cause_of_its_neighbours_loss(folder, 
 
 
 @pytest.mark.parametrize(
-    ("events", "expected"),
+    ("rows", "expected"),
     [
         ([], (None, None)),
         (RANK_1[:1], (0, 2)),
@@ -381,9 +384,9 @@ def test_a_rank_that_somebody_ended_is_the_cause_of_its_neighbours_loss(folder, 
         (RANK_1[:6], (1, 3)),
     ],
 )
-def test_position(events, expected):
-    own = [{"t": t, "rank": 1, "kind": kind, **facts} for t, kind, facts in events]
-    assert progress.position(own, range(2, 4)) == expected
+def test_position(rows, expected):
+    own = [{"t": t, "rank": 1, "kind": kind, **facts} for t, kind, facts in rows]
+    assert events.position(own, range(2, 4)) == expected
 
 
 def test_who_was_lost_is_not_known_but_one_is_silent(folder, write_events):
@@ -403,7 +406,7 @@ def test_out_of_memory_is_an_outcome_of_its_own(folder, write_events, gone):
     assert result["outcome"] == "oom"
     failure = result["failure"]
     assert (failure["rank"], failure["cause"], failure["oom"]) == (1, full[2]["error"], facts)
-    assert (failure["sample"], failure["step"]) == progress.position(
+    assert (failure["sample"], failure["step"]) == events.position(
         [event for event in runfolder.read_events(folder) if event["rank"] == 1], range(2, 4)
     )
 
@@ -458,27 +461,27 @@ def test_table(finished, tmp_path, write_events):
 
 
 def test_which_process_is_a_rank(gone):
-    assert runfolder.is_rank(HERE)
-    assert not runfolder.is_rank(gone)
-    assert not runfolder.is_rank(HERE | {"created": HERE["created"] - 60})  # the number was given to a later process
-    assert not runfolder.is_rank(HERE | {"host": "elsewhere"})
+    assert processes.is_rank(HERE)
+    assert not processes.is_rank(gone)
+    assert not processes.is_rank(HERE | {"created": HERE["created"] - 60})  # the number was given to a later process
+    assert not processes.is_rank(HERE | {"host": "elsewhere"})
 
 
 def test_a_zombie_is_no_rank():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     facts = process_facts(psutil.Process(child.pid))
-    assert runfolder.is_rank(facts)
+    assert processes.is_rank(facts)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet waited for
-    assert not runfolder.is_rank(facts)
+    assert not processes.is_rank(facts)
     child.communicate()
 
 
 def test_the_launcher_of_a_run(folder):
-    assert runfolder.read_launcher(folder) is None
-    assert not runfolder.launcher_alive(folder)
+    assert processes.read_launcher(folder) is None
+    assert not processes.launcher_alive(folder)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    runfolder.write_launcher(folder, child.pid)
-    assert runfolder.launcher_alive(folder)
+    processes.write_launcher(folder, child.pid)
+    assert processes.launcher_alive(folder)
     child.communicate(b"\n")
-    assert not runfolder.launcher_alive(folder)
+    assert not processes.launcher_alive(folder)

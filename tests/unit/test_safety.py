@@ -18,12 +18,14 @@ import torch
 from jupyter_server.serverapp import ServerApp
 
 import launch
-from launch import pages
-from vdpp_core import ConfigError, Parallel, RunConfig, machine, results, runfolder
-from vdpp_core.config import MODELS
-from vdpp_core.errors import redacted
-from vdpp_core.events import EventLog
-from vdpp_core.unets import svd
+from launch.report import pages
+from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.config.errors import redacted
+from vdpp_core.config.run import MODELS
+from vdpp_core.engine import checks
+from vdpp_core.models import svd
+from vdpp_core.runs import processes, results, runfolder
+from vdpp_core.runs.events import EventLog
 
 ROOT = Path(__file__).parents[2]
 job = sys.modules["launch.job"]
@@ -70,7 +72,7 @@ def assert_out_of_reach(found):
 
 def test_a_job_is_out_of_reach_of_other_machines(tmp_path):
     run = launch.start(SHORT.replace(output_dir=tmp_path / "run", parallel=Parallel(pp=2)))
-    assert_out_of_reach(heard_until_the_end(psutil.Process(runfolder.read_launcher(run.folder)["pid"])))
+    assert_out_of_reach(heard_until_the_end(psutil.Process(processes.read_launcher(run.folder)["pid"])))
     assert run.wait(60)["outcome"] == "ok"
 
 
@@ -127,7 +129,7 @@ def model(tmp_path):
 
 def refusal(model):
     with pytest.raises(ConfigError) as caught:
-        machine.check(RunConfig(command="generate", model_id=str(model), device="cpu").for_ranks(1), 1)
+        checks.check(RunConfig(command="generate", model_id=str(model), device="cpu").for_ranks(1), 1)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -153,7 +155,7 @@ def test_code_that_comes_with_a_model_is_not_executed(model):
         named = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoImageProcessor"), "own.Own")}
         settings.write_text(json.dumps(json.loads(settings.read_text()) | named))
     config = RunConfig(command="generate", model_id=str(model), device="cpu").for_ranks(1)
-    machine.check(config, 1)
+    checks.check(config, 1)
     assert svd.load_official(config, torch.device("cpu"), torch.float32).image_encoder is not None
 
 
@@ -285,7 +287,7 @@ def test_names_are_no_html(tmp_path):
     picture = tmp_path / f'a.png"{SCRIPT.replace("/", "")}'
     picture.write_bytes(b"")
     shown = [
-        sys.modules["launch.watch"]._run(SCRIPT, launch.Job(folder).progress()),
+        sys.modules["launch.widgets.watch"]._run(SCRIPT, launch.Job(folder).progress()),
         report_of(SCRIPT, tmp_path),
         launch.gallery({SCRIPT: picture}).data,
         pd.DataFrame({"run": [SCRIPT]}).to_html(),  # how notebooks show tables

@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from vdpp_core import ConfigError, Parallel, RunConfig, schedule, split
-from vdpp_core.metrics import Span, numbers
-from vdpp_core.schedule import AHEAD, Seconds, closed_form, periodic, poisson, predict
+from vdpp_core import ConfigError, Parallel, RunConfig, split
+from vdpp_core.predict import schedule
+from vdpp_core.predict.schedule import AHEAD, Seconds, closed_form, periodic, poisson, predict
+from vdpp_core.runs.metrics import Span, numbers
 
 STEP_S = 0.3
 

@@ -7,15 +7,15 @@ import copy
 import pytest
 import torch
 
-from vdpp_core import Parallel, RunConfig, unets
-from vdpp_core.unets import shortcuts
+from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.models import shortcuts
 
 CONFIG = RunConfig(device="cpu", parallel=Parallel())
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return unets.load(CONFIG, torch.device("cpu"), torch.float32)
+    return models.load(CONFIG, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_taken_back(plain, short):
 
 
 def test_a_run_takes_them_where_it_is_told_to(plain):
-    unet = unets.load(CONFIG.replace(shortcuts=True), torch.device("cpu"), torch.float32)
+    unet = models.load(CONFIG.replace(shortcuts=True), torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="tokens"):
         unet(**arguments(1, tokens=2))
     assert 0 < difference(plain, unet, arguments(1)) < 1e-6

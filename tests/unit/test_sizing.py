@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from vdpp_core import article, sizing
-from vdpp_core.errors import ConfigError
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.lessons import article, sizing
 
 GB, MB = 1e9, 1e6
 SEQUENCE, HIDDEN, LAYERS = 4096, 8192, 80  # Llama 3 70B

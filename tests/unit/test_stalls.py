@@ -10,8 +10,9 @@ import sys
 import psutil
 import pytest
 
-from vdpp_core import Parallel, RunConfig, processes, progress, runfolder
-from vdpp_core.resuming import Work
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.runs import processes, runfolder, stalls
+from vdpp_core.runs.resuming import Work
 
 STEPS = 4
 FACTS = {"threads": 1, "device": "cpu", "dtype": "float32", "backend": "gloo", "host": socket.gethostname()}
@@ -43,7 +44,7 @@ def work(rank, sample, t, steps, end=None):
 
 def look(of, *events, at, todo=None):
     events = sorted((event for some in events for event in some), key=lambda event: event["t"])
-    return progress.look(of, Work(1, range(of.num_samples) if todo is None else todo), events, at)
+    return stalls.look(of, Work(1, range(of.num_samples) if todo is None else todo), events, at)
 
 
 def test_a_rank_in_the_middle_of_its_steps():
@@ -88,7 +89,7 @@ def test_replicas_that_are_done_do_not_hide_one_that_is_not():
 def test_nothing_is_stalled_before_the_clock_or_after_the_end():
     loading = begun(0)[:1], begun(1)[:2]
     assert look(config(pp=2), *loading, at=500.0) is None
-    assert look(config(pp=2), *loading, at=90 + runfolder.PATIENCE_S + 10).rank == 0
+    assert look(config(pp=2), *loading, at=90 + processes.PATIENCE_S + 10).rank == 0
     over = [{"t": 200.0, "rank": 0, "kind": "done", "memory": {}}]
     assert look(config(), begun(0), over, at=1e6) is None
 
@@ -139,9 +140,9 @@ def test_nobody_is_to_blame_for_the_time_in_which_the_watchdog_itself_stood_stil
     one = config().replace(output_dir=tmp_path / "run", timeout_s=5)
     write_events(runfolder.create(one), 0, *((e["t"], e["kind"], e) for e in [*begun(0), *work(0, 0, 100.0, [0])]))
     t = heard = 101.0  # of a rank that takes a second a step
-    monkeypatch.setattr(progress, "now", lambda: t)
+    monkeypatch.setattr(stalls, "now", lambda: t)
     monkeypatch.setattr(runfolder, "longest_silence_s", lambda _: t - heard)
-    watchdog = progress.Watchdog(tmp_path / "run")
+    watchdog = stalls.Watchdog(tmp_path / "run")
     assert watchdog.over() is None
     for number in range(20):
         t += 0.5 + freezes.get(number, 0.0)
@@ -201,8 +202,8 @@ def test_a_watchdog_keeps_little_and_sees_the_same(tmp_path, write_events):
     ]
     events += work(0, 99, 500.0, [0, 1])
     write_events(folder, 0, *((e["t"], e["kind"], {k: v for k, v in e.items() if k != "t"}) for e in events))
-    watchdog = progress.Watchdog(folder)
-    assert len(watchdog.events()) < 2 * progress.KEPT < len(events)
+    watchdog = stalls.Watchdog(folder)
+    assert len(watchdog.events()) < 2 * stalls.KEPT < len(events)
     assert watchdog.events() == watchdog.events()
     os.utime(folder / "events" / "rank-0.jsonl", (0, 0))  # written to for the last time long ago
     stall = watchdog.over()

@@ -1,7 +1,8 @@
 """What the background process does when a run cannot even be begun."""
 
 from launch import supervisor
-from vdpp_core import RunConfig, runfolder
+from vdpp_core import RunConfig
+from vdpp_core.runs import runfolder
 
 
 def test_a_run_that_cannot_be_begun_has_its_reason_and_others_their_turn(tmp_path, monkeypatch, capsys):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from vdpp_core.assets import judge, model, train
-from vdpp_core.assets.clips import held_out
-from vdpp_core.config import MODELS
+from vdpp_core.config.run import MODELS
+from vdpp_core.tiny_svd import judge, model, train
+from vdpp_core.tiny_svd.clips import held_out
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vdpp_core.assets import judge, train
-from vdpp_core.assets.clips import held_out
+from vdpp_core.tiny_svd import judge, train
+from vdpp_core.tiny_svd.clips import held_out
 
 MINIATURE = train.Setting(vae_iterations=5, unet_iterations=5, pool=3)
 

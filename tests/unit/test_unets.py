@@ -6,9 +6,9 @@ import pytest
 import torch
 from diffusers import UNetSpatioTemporalConditionModel
 
-from vdpp_core import RunConfig, unets
-from vdpp_core.unets import load_scheduler
-from vdpp_core.unets.published import PUBLISHED_SCHEDULER, PUBLISHED_UNET
+from vdpp_core import RunConfig, models
+from vdpp_core.models import load_scheduler
+from vdpp_core.models.published import PUBLISHED_SCHEDULER, PUBLISHED_UNET
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def test_the_published_configuration_has_the_published_size():
 @pytest.mark.parametrize("config", [RunConfig(model="dummy"), RunConfig(), RunConfig(random_weights=True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_interface(config: RunConfig, dtype: torch.dtype):
-    unet, scheduler = unets.load(config, CPU, dtype), unets.load_scheduler(config, CPU)
+    unet, scheduler = models.load(config, CPU, dtype), models.load_scheduler(config, CPU)
     assert {parameter.dtype for parameter in unet.parameters()} == {dtype}
     width = unet.config.cross_attention_dim
     told = {"encoder_hidden_states": torch.zeros(2, 1, width, dtype=dtype)}
@@ -45,7 +45,7 @@ def test_the_schedule_starts_at_700_as_the_official_one():
 def test_random_weights_are_the_same_on_every_rank_and_leave_the_callers_generator_alone():
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    first, second = (unets.load(RunConfig(random_weights=True), CPU, torch.float32) for _ in range(2))
+    first, second = (models.load(RunConfig(random_weights=True), CPU, torch.float32) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)

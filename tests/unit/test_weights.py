@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vdpp_core import ConfigError, RunConfig, machine, unets
-from vdpp_core.config import MODELS
-from vdpp_core.unets import weights
-from vdpp_core.unets.svd import load_unet
+from vdpp_core import ConfigError, RunConfig, models
+from vdpp_core.config.run import MODELS
+from vdpp_core.engine import checks
+from vdpp_core.models import weights
+from vdpp_core.models.svd import load_unet
 
 CPU = torch.device("cpu")
 ONE_FILE = Path(str(MODELS["tiny"])) / "unet"
@@ -28,7 +29,7 @@ def broken(several_files, tmp_path):
 
 def refusal(folder):
     with pytest.raises(ConfigError) as caught:
-        machine.check(RunConfig(model_id=str(folder), device="cpu").for_ranks(1), 1)
+        checks.check(RunConfig(model_id=str(folder), device="cpu").for_ranks(1), 1)
     line = str(caught.value)
     assert "\n" not in line
     assert line.startswith("model_id ")
@@ -39,7 +40,7 @@ def refusal(folder):
 def test_what_is_stored_is_what_diffusers_loads(dtype, several_files):
     theirs = dict(load_unet(RunConfig(), CPU, dtype).named_parameters())
     for folder in (ONE_FILE, Path(several_files) / "unet"):
-        unet = unets.on_meta(RunConfig(), dtype).to_empty(device=CPU)
+        unet = models.on_meta(RunConfig(), dtype).to_empty(device=CPU)
         weights.fill(unet, weights.stored(folder, dtype))
         ours = dict(unet.named_parameters())
         assert ours.keys() == theirs.keys()
@@ -55,8 +56,8 @@ def test_some_rows_are_those_rows(several_files):
 @pytest.mark.parametrize("model", ["dummy", "tiny", "medium"])
 def test_random_weights_are_spread_as_pytorch_spreads_them(model):
     config = RunConfig(model=model, random_weights=model != "dummy")
-    drawn = dict(weights.random(unets.on_meta(config, torch.float32), CPU))
-    assert drawn.keys() == dict(unets.on_meta(config, torch.float32).named_parameters()).keys()
+    drawn = dict(weights.random(models.on_meta(config, torch.float32), CPU))
+    assert drawn.keys() == dict(models.on_meta(config, torch.float32).named_parameters()).keys()
     assert all(torch.isfinite(tensor).all() for tensor in drawn.values())
     for name, tensor in drawn.items():
         if name.endswith("weight") and tensor.dim() > 1:

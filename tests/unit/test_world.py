@@ -15,9 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from vdpp_core import Parallel, RunConfig, engine, mesh
-from vdpp_core.mesh import PATIENCE, Ranks, World, joined
-from vdpp_core.parallel.groups import merged, time_limit
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.engine import worker
+from vdpp_core.parallel import rendezvous
+from vdpp_core.parallel import world as world_module
+from vdpp_core.parallel.process_groups import merged, time_limit
+from vdpp_core.parallel.rendezvous import PATIENCE, Ranks
+from vdpp_core.parallel.world import World, joined
 
 ALONE = Ranks(0, 1, 0, 1, under_torchrun=False)
 CONFIG = RunConfig(device="cpu", threads=1, parallel=Parallel())
@@ -49,7 +53,7 @@ def test_a_rank_alone_communicates_with_nobody(tmp_path: Path, monkeypatch: pyte
     for name in CALLS:
         monkeypatch.setattr(dist, name, refuse)
     small = {"total_steps": 2, "num_frames": 2, "num_samples": 2, "threads": 1, "device": "cpu"}
-    engine.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
+    worker.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
 
 
 def test_the_groups_and_the_store_have_the_patience_of_the_run(world: World) -> None:
@@ -62,7 +66,7 @@ def test_torchruns_store_has_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "RANK": 1, "WORLD_SIZE": 2}
     for name, value in (facts | {"TORCHELASTIC_USE_AGENT_STORE": True}).items():
         monkeypatch.setenv(name, str(value))
-    assert mesh._store(Ranks(1, 2, 1, 2, under_torchrun=True)).timeout == PATIENCE
+    assert rendezvous._store(Ranks(1, 2, 1, 2, under_torchrun=True)).timeout == PATIENCE
 
 
 @pytest.mark.parametrize("minutes", [3, 3000])
@@ -111,13 +115,13 @@ def test_no_tf32_in_fp32_runs_and_the_callers_setting_afterwards(dtype: str, all
 
 
 def test_on_one_machine_gloo_and_nccl_stay_on_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in mesh._INTERFACES:
+    for name in world_module._INTERFACES:
         monkeypatch.delenv(name, raising=False)
     with joined(CONFIG, ALONE, "test"):
-        gloo, nccl = (os.environ[name] for name in mesh._INTERFACES)
+        gloo, nccl = (os.environ[name] for name in world_module._INTERFACES)
         assert "127.0.0.1" in {each.address for each in psutil.net_if_addrs()[gloo]}
         assert nccl == f"={gloo}"  # the one of exactly that name
-    assert not set(mesh._INTERFACES) & set(os.environ)
+    assert not set(world_module._INTERFACES) & set(os.environ)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     with joined(CONFIG, ALONE, "test"):
         assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"

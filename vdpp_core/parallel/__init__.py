@@ -1,1 +1,1 @@
-"""Ways of splitting one UNet over ranks, each applied to it from outside."""
+"""How ranks share the work: the process group, the hand-off between stages, and one file for each way of splitting."""

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vdpp_core.models.patches import Patches, as_asked
 from vdpp_core.parallel.group import Group
-from vdpp_core.parallel.output import as_asked
-from vdpp_core.unets.patches import Patches
 
 Edge = Tensor | None
 

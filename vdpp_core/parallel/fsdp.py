@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vdpp_core import unets
+from vdpp_core import models
 from vdpp_core.config import RunConfig
-from vdpp_core.mesh import communication
-from vdpp_core.unets import weights
-from vdpp_core.unets.units import units
+from vdpp_core.models import weights
+from vdpp_core.parallel.fsdp_units import units
+from vdpp_core.parallel.world import communication
 
 # PyTorch 2.13 gave it a new name and warns of the old one
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,7 +46,7 @@ def shard(unet: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
 
 def structure(config: RunConfig, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
     """The UNet of a run, sharded, on the meta device."""
-    return unets.ready(config, shard(unets.on_meta(config, dtype), mesh, config.fsdp_cpu_offload))
+    return models.ready(config, shard(models.on_meta(config, dtype), mesh, config.fsdp_cpu_offload))
 
 
 @torch.no_grad()
@@ -57,9 +57,9 @@ def materialise(unet: Any, config: RunConfig, mesh: DeviceMesh, device: torch.de
     """
     unet.to_empty(device="cpu" if config.fsdp_cpu_offload else device)
     if config.model == "dummy" or config.random_weights:
-        source: Iterator[tuple[str, Any]] = weights.random(unets.on_meta(config, dtype), device)
+        source: Iterator[tuple[str, Any]] = weights.random(models.on_meta(config, dtype), device)
     else:
-        from vdpp_core.unets.svd import weights_folder
+        from vdpp_core.models.svd import weights_folder
 
         source = weights.stored(weights_folder(config, dtype), dtype)
     parameters = dict(unet.named_parameters())

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from vdpp_core.steps import split
+from vdpp_core.config.steps import split
+from vdpp_core.parallel.fsdp import gather
+from vdpp_core.parallel.world import communication
 
 
 class Group:
@@ -92,3 +95,19 @@ class Group:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+class Collectives(Group):
+    """Failures in here are those of a lost rank (`vdpp_core.parallel.world.LostRankError`)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_world_size(group), dist.get_rank(group))
+        self.group = group
+
+    def _all_gather(self, gathered: Tensor, own: Tensor) -> None:
+        with communication():
+            gather(gathered.flatten(0, 1), own, group=self.group)  # gloo wants them side by side
+
+    def _all_to_all(self, arrived: Tensor, pieces: Tensor, coming: Sequence[int], sizes: Sequence[int]) -> None:
+        with communication():
+            dist.all_to_all_single(arrived, pieces, list(coming), list(sizes), group=self.group)

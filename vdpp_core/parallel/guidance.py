@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vdpp_core.models.patches import Patches, as_asked
 from vdpp_core.parallel.group import Group
-from vdpp_core.parallel.output import as_asked
-from vdpp_core.unets.patches import Patches
 
 
 def split(unet: nn.Module, group: Group, patches: Patches) -> None:

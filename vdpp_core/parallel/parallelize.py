@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vdpp_core.layout import AXES
-from vdpp_core.parallel import lockstep
-from vdpp_core.parallel.collectives import Collectives
+from vdpp_core.config.layout import AXES
+from vdpp_core.models.patches import Patches
+from vdpp_core.parallel import frames, guidance
 from vdpp_core.parallel.fsdp import shard
-from vdpp_core.parallel.groups import merged
-from vdpp_core.unets.patches import Patches
+from vdpp_core.parallel.group import Collectives, Group
+from vdpp_core.parallel.process_groups import merged
 
 APPLIED = "_parallelized"
 
@@ -55,7 +56,7 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
         raise ValueError(f"unet {type(unet).__name__}: must be a UNetSpatioTemporalConditionModel to split by frames")
     if fsdp:
         shard(unet, merged(mesh, "dp", "cfg", "frames"))
-    setattr(unet, APPLIED, Applied(lockstep.split(unet, groups), groups))
+    setattr(unet, APPLIED, Applied(split_forward(unet, groups), groups))
     return unet
 
 
@@ -74,3 +75,13 @@ def sent(unet: Any) -> Counter[tuple[str, str, str]]:
     """
     groups = getattr(unet, APPLIED).groups if hasattr(unet, APPLIED) else {}
     return Counter({(axis, *key): count for axis, group in groups.items() for key, count in group.sent.items()})
+
+
+def split_forward(unet: Any, groups: Mapping[str, Group]) -> Patches:
+    """Split a UNet's forward pass, in place, over the groups that there are of the axes cfg and frames."""
+    patches = Patches()
+    if "frames" in groups:
+        frames.split(unet, groups["frames"], patches)
+    if "cfg" in groups:
+        guidance.split(unet, groups["cfg"], patches)
+    return patches

@@ -1,0 +1,132 @@
+"""Several machines: the same `launch start`, or `resume`, on each of them, as with torchrun, which brings the ranks
+together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from vdpp_core.config import RunConfig
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.parallel import rendezvous
+from vdpp_core.predict import costs
+
+MOST = 4096
+MEETING_PATIENCE_S = 600.0  # for machines that are started by hand, one after another
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What is said alike on each machine: how many there are, ranks on each, where they meet, and the run's name."""
+
+    nnodes: int
+    nproc: int
+    endpoint: str
+    run_id: str
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc
+
+    def share_of(self, config: RunConfig) -> int:
+        """How many ranks of a run each machine has.
+
+        Raises:
+            ConfigError: together they are not as many as the run was made for.
+        """
+        self.check()
+        if self.world_size != config.layout.world_size:
+            allowed = f"times {self.nnodes} (nnodes) must be the number of ranks of the run, {config.layout.world_size}"
+            raise ConfigError("nproc", self.nproc, allowed)
+        return self.nproc
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of the endpoint.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        allowed = "must be host:port, the same on each machine"
+        try:
+            parts = urlsplit(f"//{self.endpoint}")
+            if parts.hostname and parts.port and parts.netloc == self.endpoint and "@" not in self.endpoint:
+                return parts.hostname, parts.port
+        except ValueError:
+            pass
+        raise ConfigError("rdzv_endpoint", self.endpoint, allowed)
+
+    @property
+    def address(self) -> tuple[str, bool]:
+        """This machine's address towards the endpoint, and whether the endpoint is this machine.
+
+        Raises:
+            ConfigError: there is no way to it, or none for others.
+        """
+        host, port = self.place
+        try:
+            own, is_host = rendezvous.address_towards(host, port)
+        except OSError as error:
+            allowed = f"must be reached from this machine ({error.strerror})"
+            raise ConfigError("rdzv_endpoint", self.endpoint, allowed) from None
+        if self.nnodes > 1 and rendezvous.is_loopback(own):
+            allowed = f"must be an address that the other machines reach; here it is {own}"
+            raise ConfigError("rdzv_endpoint", self.endpoint, allowed)
+        return own, is_host
+
+    def check(self) -> None:
+        """Whether this machine can take part.
+
+        Raises:
+            ConfigError: one line on what cannot be.
+        """
+        for name, value in (("nnodes", self.nnodes), ("nproc", self.nproc)):
+            if not 1 <= value <= MOST:
+                raise ConfigError(name, value, f"must be a whole number from 1 to {MOST}")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.run_id):
+            allowed = "must name the run, the same on each machine: letters, digits, dots, hyphens, underscores"
+            raise ConfigError("rdzv_id", self.run_id, allowed)
+        _ = self.address
+
+    def rendezvous(self) -> dict[str, Any]:
+        """What torchrun's agent has to know of it."""
+        own, is_host = self.address
+        return {
+            "min_nodes": self.nnodes,
+            "max_nodes": self.nnodes,
+            "nproc_per_node": self.nproc,
+            "run_id": self.run_id,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": self.endpoint,
+            "rdzv_configs": {"is_host": is_host},
+            "local_addr": own,
+        }
+
+    def as_flags(self) -> list[str]:
+        return [
+            *("--nnodes", str(self.nnodes), "--nproc", str(self.nproc)),
+            *("--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id),
+        ]
+
+    def crossings(self, config: RunConfig) -> list[str]:
+        """What it costs that ranks of a lockstep group, or of one sharded UNet, are on several machines.
+
+        Ranks are numbered machine by machine, and lockstep groups are neighbours: where their size divides a machine's
+        ranks, they stay inside.
+        """
+        layout, found = config.layout, []
+        if self.nproc % layout.lockstep:
+            axis = "frames" if self.nproc % layout.frames else "cfg"
+            cost = costs.cost(config)
+            found.append(
+                f"{axis} {getattr(layout, axis)} crosses machines: in each step {cost.exchanges} exchanges and "
+                f"{sum(cost.sent.values()) / 1e6:.3g} MB from a rank go over the network; "
+                f"an --nproc that {layout.lockstep} divides avoids it"
+            )
+        stage = {layout.rank(replica, 0, member) for replica in range(layout.dp) for member in range(layout.lockstep)}
+        if layout.shards > 1 and len({rank // self.nproc for rank in stage}) > 1:
+            gathered = costs.gathering(config)[0]
+            found.append(f"fsdp crosses machines: a rank gathers {gathered / 1e9:.3g} GB of parameters a step")
+        return found

@@ -1,0 +1,1 @@
+"""Notebooks executed and rendered to HTML."""

@@ -1,0 +1,160 @@
+"""The end of what is at work for a run on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.predict import schedule
+from vdpp_core.runs import processes, results, runfolder
+
+settle = partial(results.settle, predict_times=schedule.run_times)
+
+STOP_PATIENCE_S = 12.0
+LAST_WORD_S = 2.0
+_POLL_S = 0.05
+
+
+def end(folder: Path) -> None:
+    """End the process that watches over a run and with it the ranks, forcibly if they do not listen.
+
+    Raises:
+        ConfigError: that process is on another machine.
+    """
+    launcher = processes.read_launcher(folder)
+    if launcher is None:
+        end_by_name(folder)
+        return
+    if not processes.launcher_alive(folder):
+        return
+    if launcher["host"] != socket.gethostname():
+        raise ConfigError("run", folder.name, f"has no part on this machine: stop it on {launcher['host']}")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        _end_launchers([psutil.Process(launcher["pid"])])
+    end_ranks(folder)
+
+
+def end_ranks(folder: Path) -> None:
+    """End what is left of a run's ranks on this machine: a moment for a last word, then by force."""
+    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
+    left = []
+    for start in starts:
+        with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+            if processes.is_rank(start):
+                left.append(psutil.Process(start["pid"]))
+    _end(left, LAST_WORD_S)
+
+
+def end_children() -> None:
+    """The same for the ranks that this process has started, whatever has become of their files."""
+    _end(psutil.Process().children(), LAST_WORD_S)
+
+
+def end_by_name(folder: Path) -> bool:
+    """End what is at work for a run or sweep, as the process table has it: also for a folder that is gone.
+
+    A launcher that has other runs to do is left alone: it goes on with those.
+
+    Returns:
+        Whether there was anything.
+    """
+    watching = launchers(folder)
+    _end_launchers(watching)
+    ranks = _ranks(folder)
+    _end(ranks, LAST_WORD_S)
+    return bool(watching or ranks)
+
+
+def launchers(folder: Path) -> list[psutil.Process]:
+    """This user's processes that watch over this run alone, or over this sweep."""
+    found = []
+    for process, words in _called("launch.supervisor"):
+        places = _folders(process, itertools.takewhile(lambda word: not word.startswith("--"), words))
+        sweep = _folders(process, words[words.index("--sweep") + 1 :][:1] if "--sweep" in words else ())
+        if _real(folder) in (*sweep, *(places if len(places) == 1 else ())):
+            found.append(process)
+    return found
+
+
+def _ranks(folder: Path) -> list[psutil.Process]:
+    """This user's processes that are ranks of this run alone."""
+    called = _called("vdpp_core")
+    return [
+        process for process, words in called if words[:1] == ["run"] and _folders(process, words[1:]) == [_real(folder)]
+    ]
+
+
+def _called(module: str) -> Iterator[tuple[psutil.Process, list[str]]]:
+    """This user's processes that are `python -m module`, and the words after that."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+            words = process.cmdline()
+            at = words.index("-m") if "-m" in words else len(words)
+            is_python = bool(words) and "python" in Path(words[0]).name
+            is_called = all(word.startswith("-") and word != "-c" for word in words[1:at])  # and no argument of others
+            if is_python and is_called and words[at + 1 : at + 2] == [module] and _is_own(process):
+                yield process, words[at + 2 :]
+
+
+def _is_own(process: psutil.Process) -> bool:
+    return process.uids().real == os.getuid()
+
+
+def _folders(process: psutil.Process, words: Iterable[str]) -> list[str]:
+    """Folders as a process was called with them, by their real paths; they need not be there any more."""
+    try:
+        here = process.cwd()
+    except psutil.Error:  # it has just ended
+        here = os.sep
+    return [_real(Path(here, word)) for word in words]
+
+
+def _real(folder: Path) -> str:
+    return os.path.realpath(folder)
+
+
+def _end_launchers(watching: Sequence[psutil.Process]) -> None:
+    """Each ends its ranks and settles its run; one that does not listen is killed, and they with it."""
+    family = [child for process in watching for child in _children(process)]
+    _end(watching, STOP_PATIENCE_S)
+    _end(family, LAST_WORD_S)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.Error:  # it has just ended
+        return []
+
+
+def _end(targets: Sequence[psutil.Process], patience_s: float) -> None:
+    """Tell processes to end, and kill those that have not after their patience.
+
+    They are not waited for: a child's exit code belongs to who started it, torchrun's agent.
+    """
+    for process in targets:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    deadline = time.monotonic() + patience_s
+    while any(map(_lives, targets)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for process in targets:
+        if _lives(process):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

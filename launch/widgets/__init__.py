@@ -1,0 +1,1 @@
+"""What notebooks show: the panel, its controls, progress, comparison and videos."""

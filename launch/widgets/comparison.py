@@ -1,0 +1,55 @@
+"""Runs beside each other: a table of what people compare, and what each rank did when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from launch.job import Job
+from vdpp_core.compare import tables
+from vdpp_core.config import RunConfig
+from vdpp_core.runs import results, runfolder
+
+MOST_SAMPLES = 100  # that can be told apart
+COMPARED = (
+    *("layout", "model", "total_steps", "num_samples", "outcome", "disturbed"),
+    *("makespan_s", "predicted_makespan_s"),
+    *("latency_s", "predicted_latency_s", "interval_s", "predicted_interval_s", "samples_per_s", "bubble"),
+    *("max_peak_memory_gb", "predicted_peak_memory_gb"),
+)
+
+
+def compare(jobs: Sequence[Job]) -> pd.DataFrame:
+    """A column for each run that has ended: its numbers, and what was foretold from the steps before the clock.
+
+    Their names and units are those of `vdpp_core.compare.tables.table`.
+    """
+    found = tables.table([job.folder for job in jobs]).set_index("run_id")
+    known = [name for name in COMPARED if name in found and found[name].notna().any()]
+    return found[known].round(3).astype(object).T
+
+
+def timeline(jobs: Sequence[Job]) -> Figure | None:
+    """What each rank did when, a panel a run, on one time axis; None where no sample got so far.
+
+    Of long runs the first MOST_SAMPLES samples.
+    """
+    from vdpp_core.plots import gantt  # a second that no run in the background needs
+
+    panels, ends = [], {}
+    for job in jobs:
+        config, spans = RunConfig.read(job.folder), results.measured_spans(runfolder.read_events(job.folder))
+        shown = [span for span in spans if span.sample < MOST_SAMPLES]
+        if shown:
+            ends[job.folder] = max(span.end for span in spans), str(config.layout)
+            first = f", the first {MOST_SAMPLES}" * (len(shown) < len(spans))
+            caption = f"{job.run_id}: {config.num_samples} samples of {config.total_steps} steps{first}"
+            panels.append((caption, shown, config.layout))
+    if not panels:
+        return None
+    (soonest, layout), (last, other) = min(ends.values()), max(ends.values())
+    one = f"{layout}: {last:.3g} s until its last step"
+    several = f"{len(panels)} runs: {layout} is done after {soonest:.3g} s, {other} after {last:.3g} s"
+    return gantt.gantt(panels, several if len(panels) > 1 else one, tables.source(list(ends)))

@@ -1,0 +1,113 @@
+"""A widget for each parameter of a run, made from RunConfig's own fields: their choices, bounds and descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import ipywidgets as widgets
+from annotated_types import Le
+from pydantic.fields import FieldInfo
+
+from vdpp_core.config import RunConfig
+from vdpp_core.config.layout import Parallel
+from vdpp_core.config.run import PIXELS_PER_LATENT
+
+GROUPS = {
+    "what": ("command", "model", "random_weights", "image", "save_latents"),
+    "video": ("num_frames", "height", "width", "fps", "motion_bucket_id", "noise_aug_strength", "decode_chunk_size"),
+    "steps and samples": ("total_steps", "num_samples", "warmup_samples", "seed"),
+    "guidance": ("guidance_scale", "min_guidance_scale", "guidance_mode"),
+    "layout": tuple(Parallel.model_fields),
+    "device": ("device", "dtype", "threads", "memory_limit_gib", "forward_chunking", "shortcuts"),
+}
+SLIDERS = {  # what a slider reaches, and its step; all else is typed
+    **{"num_frames": (1, 50, 1), "height": (64, 1280, 64), "width": (64, 2304, 64), "fps": (1, 60, 1)},
+    **{"total_steps": (1, 100, 1), "num_samples": (1, 64, 1), "warmup_samples": (0, 8, 1)},
+    **{"motion_bucket_id": (0, 255, 1), "decode_chunk_size": (1, 25, 1)},
+    **{"guidance_scale": (0.0, 10.0, 0.1), "min_guidance_scale": (0.0, 10.0, 0.1)},
+    **{"dp": (1, 8, 1), "pp": (1, 8, 1), "cfg": (1, 2, 1), "frames": (1, 8, 1)},
+}
+DEVICES = ("auto", "cpu", "cuda", "mps")
+MOST_IN_A_BROWSER = 2**53 - 1  # larger whole numbers are rounded there
+BREAKABLE = "_\u200b"  # a line may end there
+SIZES = ("num_frames", "height", "width")
+
+
+class Controls:
+    """Widgets of all parameters that people vary. `config` is the run that they describe.
+
+    Args:
+        start: what they show first; what has no widget stays as it is there.
+        changed: called after each change.
+    """
+
+    def __init__(self, start: RunConfig, changed: Callable[[], None]) -> None:
+        self.start, self.changed = start, changed
+        fields = Parallel.model_fields | RunConfig.model_fields
+        values = (start.parallel or Parallel()).model_dump() | dict(start) | _size(start)
+        groups = []
+        self.of: dict[str, widgets.Widget] = {}
+        for heading, names in GROUPS.items():
+            self.of |= {name: _control(name, fields[name], values[name]) for name in names}
+            title = widgets.HTML(f"<b>{heading}</b>")
+            groups.append(widgets.VBox([title, *(self.of[name] for name in names)]).add_class("lab-group"))
+        self.box = widgets.Box(groups).add_class("lab-controls")
+        self.of["model"].observe(self._usual_size, names="value")  # before what is told of the change
+        for control in self.of.values():
+            control.observe(lambda _: self.changed(), names="value")
+
+    def config(self) -> RunConfig:
+        """The run that the widgets describe.
+
+        Raises:
+            ConfigError: one line with the parameter, its value and what is allowed.
+        """
+        values = {name: control.value for name, control in self.of.items()}
+        layout = Parallel(**{name: values.pop(name) for name in Parallel.model_fields})
+        for name in ("threads", "memory_limit_gib"):
+            values[name] = values[name] or None
+        values["image"] = Path(values["image"]).expanduser() if values["image"].strip() else None
+        return self.start.replace(**values, parallel=layout, output_dir=None)
+
+    def _usual_size(self, _: Any) -> None:
+        for name, value in _size(RunConfig(model=self.of["model"].value, random_weights=True)).items():
+            self.of[name].value = value
+
+
+def _size(config: RunConfig) -> dict[str, int]:
+    _, _, frames, rows, columns = config.shape
+    return dict(zip(SIZES, (frames, rows * PIXELS_PER_LATENT, columns * PIXELS_PER_LATENT), strict=True))
+
+
+def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
+    looks: dict[str, Any] = {
+        "description": name.replace("_", BREAKABLE),
+        "tooltip": field.description or name,
+        "style": {"description_width": "7.6em"},
+        "layout": widgets.Layout(width="auto"),
+    }
+    choices = DEVICES if name == "device" else [one for one in get_args(field.annotation) if isinstance(one, str)]
+    if choices:
+        return widgets.Dropdown(options=list(dict.fromkeys([*choices, value])), value=value, **looks)
+    if field.annotation is bool:
+        return widgets.Checkbox(value, indent=False, **looks)
+    if name in SLIDERS:
+        least, most, step = SLIDERS[name]
+        kind = widgets.FloatSlider if isinstance(least, float) else widgets.IntSlider
+        reach = {"min": min(least, value), "max": max(most, value), "step": step}
+        return kind(value=value, continuous_update=False, **reach, **looks)
+    if "Path" in str(field.annotation):
+        return widgets.Text(str(value or ""), placeholder="the shipped one", continuous_update=False, **looks)
+    return _typed(field, value, looks)
+
+
+def _typed(field: FieldInfo, value: Any, looks: dict[str, Any]) -> widgets.Widget:
+    """A number to type, within the field's bounds; 0 where None is allowed and means the default."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    if type(None) in kinds:
+        looks["tooltip"] += "; 0: the default"
+    most: Any = next(bound.le for bound in field.metadata if isinstance(bound, Le))
+    kind = widgets.BoundedFloatText if float in kinds else widgets.BoundedIntText
+    return kind(value or 0, min=0, max=min(most, MOST_IN_A_BROWSER), continuous_update=False, **looks)

@@ -1,0 +1,1 @@
+"""Runs beside each other, beside other libraries, and videos beside the truth."""

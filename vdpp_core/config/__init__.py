@@ -1,0 +1,8 @@
+"""What a run is: its configuration, its layout over ranks, and what is wrong with either."""
+
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.layout import Parallel
+from vdpp_core.config.run import RunConfig
+from vdpp_core.config.steps import split
+
+__all__ = ["ConfigError", "Parallel", "RunConfig", "split"]

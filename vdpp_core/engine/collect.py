@@ -1,0 +1,98 @@
+"""The end of a run over several machines: what they wrote comes into rank 0's run folder, the result into theirs."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vdpp_core.config import RunConfig
+from vdpp_core.parallel.rendezvous import PATIENCE, Ranks
+from vdpp_core.parallel.world import communication
+from vdpp_core.runs import results, runfolder
+from vdpp_core.runs.events import EventLog
+from vdpp_core.runs.files import write_whole
+
+CHUNK = 16 * 2**20  # bytes that are sent at a time
+
+
+def finish(
+    config: RunConfig, folder: Path, ranks: Ranks, log: EventLog, predict_times: results.PredictTimes | None = None
+) -> None:
+    """Bring the files together, have rank 0 write the result and give it to all machines. All ranks call it.
+
+    On one machine this does nothing. Where the run folder is on shared storage there is nothing to bring: a machine
+    that sees what rank 0 has just made has no folder of its own.
+    """
+    if not ranks.several_machines:
+        return
+    log.sync()
+    with communication():
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        separate = not _shared(folder, ranks, group)
+        leads = separate and ranks.local_rank == 0
+        files: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(files, _files(folder) if leads else [], group=group)
+        for rank, own in enumerate(files):
+            for name, size in own:
+                if ranks.rank == rank:
+                    _send(folder / name, size, group, log)
+                elif ranks.rank == 0:
+                    _receive(folder / name, size, rank, group, log)
+    result: list[dict[str, Any]] = [{}]
+    if ranks.rank == 0:
+        if config.command == "generate" and any(files):
+            from vdpp_core.engine import videos  # seconds that the other commands do not need
+
+            videos.make_contact_sheet(config, folder)
+        result = [results.write(folder, "ok", predict_times=predict_times)]
+    with communication(0):
+        dist.broadcast_object_list(result, src=0, group=group)
+    if leads and ranks.rank != 0:
+        runfolder.write_result(folder, result[0])
+
+
+def _shared(folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> bool:
+    """Whether this is rank 0's folder. A name that nobody looked up before is in no cache of a network file system."""
+    names = [f".shared-{secrets.token_hex(8)}"]
+    if ranks.rank == 0:
+        (folder / names[0]).touch()
+    dist.broadcast_object_list(names, src=0, group=group)
+    seen = (folder / names[0]).exists()
+    dist.barrier(group=group)
+    if ranks.rank == 0:
+        (folder / names[0]).unlink()
+    return seen
+
+
+def _files(folder: Path) -> list[tuple[str, int]]:
+    """Names below the folder, and bytes; what is appended from now on is left out."""
+    paths = [path for part in runfolder.PARTS for path in sorted((folder / part).rglob("*"))]
+    return [
+        (str(path.relative_to(folder)), path.stat().st_size) for path in paths if path.is_file() and path.name[0] != "."
+    ]
+
+
+def _send(path: Path, size: int, group: dist.ProcessGroup | None, log: EventLog) -> None:
+    with path.open("rb") as file:
+        for start in range(0, size, CHUNK):
+            part = bytearray(file.read(min(CHUNK, size - start)))
+            dist.send(torch.frombuffer(part, dtype=torch.uint8), dst=0, group=group)
+            log.write("gather")
+
+
+def _receive(path: Path, size: int, rank: int, group: dist.ProcessGroup | None, log: EventLog) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(draft: Path) -> None:
+        with draft.open("wb") as file:
+            for start in range(0, size, CHUNK):
+                part = torch.empty(min(CHUNK, size - start), dtype=torch.uint8)
+                dist.recv(part, src=rank, group=group)
+                file.write(part.numpy().tobytes())
+                log.write("gather")
+
+    write_whole(path, write)

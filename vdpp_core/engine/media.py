@@ -1,0 +1,66 @@
+"""Videos as files: MP4, GIF and rows of frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vdpp_core.models.images import Frames
+from vdpp_core.runs.files import write_whole
+
+MP4_QUALITY = 8  # of imageio's 0 to 10
+
+
+GIF_FPS = 50  # at most: frames of less than 20 ms are slowed down by browsers
+
+
+SHEET_FRAMES, SHEET_ROWS, SHEET_GAP = 8, 32, 4
+
+
+def save_video(folder: Path, name: str, frames: Frames, image: Image.Image, fps: int) -> None:
+    """`name`.mp4 (H.264), `name`.gif and `name`.png, a row of frames after the image; each whole or not at all."""
+    from diffusers.utils import export_to_gif
+
+    folder.mkdir(exist_ok=True)
+    pictures = [Image.fromarray(frame) for frame in frames]
+    write_whole(folder / f"{name}.mp4", lambda draft: _write_mp4(pictures, draft, fps))
+    write_whole(folder / f"{name}.gif", lambda draft: export_to_gif(pictures, str(draft), fps=min(fps, GIF_FPS)))
+    write_whole(folder / f"{name}.png", lambda draft: row(frames, image).save(draft))
+
+
+def _write_mp4(pictures: list[Image.Image], path: Path, fps: int) -> None:
+    from diffusers.utils import export_to_video
+
+    export_to_video(pictures, str(path), fps=fps, quality=MP4_QUALITY, macro_block_size=8)
+    if b"moov" not in path.read_bytes():  # what ffmpeg writes last; that it could not, nobody asks
+        raise OSError(f"{path.name}: the encoder did not reach its end")
+
+
+def row(frames: Frames, image: Image.Image) -> Image.Image:
+    """The image, then up to eight of the frames, evenly spaced, the last among them."""
+    chosen = np.linspace(0, len(frames) - 1, min(SHEET_FRAMES, len(frames))).round().astype(int)
+    pictures = [image, *(Image.fromarray(frames[index]) for index in chosen)]
+    width = image.width + SHEET_GAP
+    strip = Image.new("RGB", (width * len(pictures), image.height), "white")
+    for position, picture in enumerate(pictures):
+        strip.paste(picture, (position * width + SHEET_GAP * (position > 0), 0))
+    return strip
+
+
+def contact_sheet(rows: Sequence[Image.Image]) -> Image.Image:
+    """Rows of frames, one below the other."""
+    heights = [picture.height + SHEET_GAP for picture in rows]
+    sheet = Image.new("RGB", (max(picture.width for picture in rows), sum(heights) - SHEET_GAP), "white")
+    for position, picture in enumerate(rows):
+        sheet.paste(picture, (0, sum(heights[:position])))
+    return sheet
+
+
+def read_video(path: Path) -> tuple[Frames, float]:
+    """Frames of an MP4 and how many are shown in a second."""
+    import imageio.v3 as imageio
+
+    return imageio.imread(path, plugin="FFMPEG"), imageio.immeta(path, plugin="FFMPEG")["fps"]

@@ -1,0 +1,99 @@
+"""A rank's last word: when it is told to end, when its launcher or run folder is gone, or when a rank is stalled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.runs import processes, results
+from vdpp_core.runs.disturbed import Surroundings
+from vdpp_core.runs.events import EventLog
+from vdpp_core.runs.files import Place
+from vdpp_core.runs.stalls import PERIOD_S, Stall, Watchdog
+
+PATIENCE_S = 3.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Guard(threading.Thread):
+    """A thread, since the main one may wait inside a communicator, where no Python signal handler runs."""
+
+    def __init__(self, folder: Path, log: EventLog, surroundings: Surroundings, follow_parent: bool) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.log, self.surroundings = folder, log, surroundings
+        self.parent = os.getppid() if follow_parent else None
+        self.watchdog, self.place = Watchdog(folder), Place(folder / "events")
+        self.stopped = False
+
+    def __enter__(self) -> Guard:
+        self.signals, self.wakeup = os.pipe()
+        os.set_blocking(self.wakeup, False)
+        self.earlier_wakeup = signal.set_wakeup_fd(self.wakeup)  # the byte in the pipe is what counts
+        self.earlier = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stopped = True
+        self.join(2 * PERIOD_S)  # it waits for ever where this thread has had the last word
+        signal.set_wakeup_fd(self.earlier_wakeup)
+        if kind is None:  # otherwise the launcher's SIGTERM would cut off the account of what went wrong
+            for number, handler in self.earlier.items():
+                signal.signal(number, handler)
+        if not self.is_alive():
+            self.place.close()
+        os.close(self.signals)
+        os.close(self.wakeup)
+
+    def run(self) -> None:
+        while not self.stopped:
+            if select.select([self.signals], [], [], PERIOD_S)[0]:
+                number = os.read(self.signals, 1)[0]
+                if number in SIGNALS:
+                    self._end(128 + number, "terminated", signal=signal.Signals(number).name)
+            elif self.place.is_gone():
+                self._leave()
+            elif self.parent is not None and os.getppid() != self.parent:
+                self._end(1, "terminated", signal="the launcher is gone")
+            elif stall := self._stall():
+                self._end(1, "error", error=stall.cause, blamed=stall.rank)
+            else:
+                self.surroundings.look()
+
+    def _stall(self) -> Stall | None:
+        with contextlib.suppress(OSError):  # a file that has just gone
+            return self.watchdog.over()
+        return None
+
+    def _end(self, code: int, kind: str, **facts: Any) -> None:
+        """Have the last word, then see to the result once the others have had theirs; a launcher does that better."""
+        if self.place.is_gone():
+            self._leave()
+        self.log.last_word(kind, **facts)
+        try:
+            if not processes.launcher_alive(self.folder):
+                self._settle()
+        except (ConfigError, OSError) as error:  # config.json is damaged, or the folder has just gone
+            print(f"{self.folder}: no result could be written: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not results.all_ended(self.folder) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        by_hand = processes.read_launcher(self.folder) is None
+        results.settle(self.folder, reason=None if by_hand else "the launcher was killed", again=by_hand)
+
+    def _leave(self) -> None:
+        """End without a word in a folder that is not this run's any more: nobody waits for what this rank computes."""
+        print(f"rank {self.log.rank}: the run folder {self.folder} is gone, so it ends", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -1,0 +1,149 @@
+"""The second phase of `generate`: a rank's share of latents -> videos in the run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vdpp_core.config import RunConfig
+from vdpp_core.engine import media
+from vdpp_core.models import images
+from vdpp_core.models.conditioning import generators
+from vdpp_core.models.decoding import Decoder, decode, to_bytes
+from vdpp_core.models.images import Frames
+from vdpp_core.models.svd import load_official
+from vdpp_core.runs.events import EventLog
+from vdpp_core.runs.files import write_whole
+from vdpp_core.runs.saved_latents import video_names
+
+
+def make(
+    config: RunConfig, folder: Path, share: dict[int, Tensor], device: torch.device, dtype: torch.dtype, log: EventLog
+) -> None:
+    """Decode each sample of `share`, latents (B, F, 4, H, W), and write its videos; then compare, where asked for.
+
+    Raises:
+        FloatingPointError: a sample has no picture in it; nothing of it was written.
+    """
+    image = _as_seen(config)
+    at_work: list[int] = []
+    decoder = Decoder(config, device, dtype, chunk_done=lambda: log.write("chunk", at_work[-1]))
+    kept = {}  # for the comparison only: frames are large
+    for sample, latents in share.items():
+        at_work.append(sample)
+        log.write("decode", sample)
+        started = time.perf_counter()
+        try:
+            made = decoder.frames(latents)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"sample {sample}: {error}") from None
+        for name, frames in zip(video_names(config, sample), made, strict=True):
+            media.save_video(folder / "videos", name, frames, image, config.fps)
+        log.write("video", sample, seconds=time.perf_counter() - started)
+        if config.compare_official:
+            kept[sample] = made
+    if config.compare_official:
+        del decoder
+        official = Official(config, device, dtype)
+        for sample, latents in share.items():
+            done = partial(log.write, "comparing", sample)
+            log.write("official", sample, **official.compare(sample, latents, kept[sample], step_done=done))
+
+
+def make_contact_sheet(config: RunConfig, folder: Path) -> None:
+    """The first 32 videos below one another, and the image as the model saw it."""
+    place = folder / "videos"
+    write_whole(place / "input.png", _as_seen(config).save)
+    names = [name for sample in range(config.num_samples) for name in video_names(config, sample)]
+    rows = [Image.open(path) for name in names[: media.SHEET_ROWS] if (path := place / f"{name}.png").exists()]
+    write_whole(place / "contact-sheet.png", media.contact_sheet(rows).save)
+
+
+def _as_seen(config: RunConfig) -> Image.Image:
+    """The image at the size of the videos."""
+    assert config.image_path is not None
+    return images.read_image(config.image_path, config.image_size).resize(config.image_size, Image.Resampling.LANCZOS)
+
+
+def official_arguments(config: RunConfig) -> dict[str, Any]:
+    """What `StableVideoDiffusionPipeline` is called with, but for image, generator and what should come out."""
+    return {
+        "height": config.image_size[1],
+        "width": config.image_size[0],
+        "num_frames": config.shape[2],
+        "num_inference_steps": config.total_steps,
+        "min_guidance_scale": config.min_guidance_scale,
+        "max_guidance_scale": config.guidance_scale,
+        "fps": config.fps,
+        "motion_bucket_id": config.motion_bucket_id,
+        "noise_aug_strength": config.noise_aug_strength,
+        "decode_chunk_size": config.decode_chunk_size,
+        "num_videos_per_prompt": config.shape[0],
+    }
+
+
+class Official:
+    """`StableVideoDiffusionPipeline` with the run's arguments."""
+
+    def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+        assert config.image_path is not None
+        self.config, self.pipeline = config, load_official(config, device, dtype)
+        self.image = images.read_image(config.image_path, config.image_size)
+
+    def generate(self, sample: int, step_done: Callable[[int], None]) -> tuple[Tensor, Frames]:
+        """Latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3), of a batch decoded together.
+
+        Args:
+            step_done: called with the number of each step after it, from 0.
+        """
+        config, last = self.config, {}
+
+        def keep(_pipeline: Any, step: int, _timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            step_done(step)
+            last.update(tensors)
+            return tensors
+
+        frames = self.pipeline(
+            self.image,
+            **official_arguments(config),
+            generator=generators(config, [sample])[0],
+            output_type="np",
+            callback_on_step_end=keep,
+        ).frames
+        return last["latents"], to_bytes(frames)
+
+    def compare(self, sample: int, latents: Tensor, frames: Frames, step_done: Callable[[int], None]) -> dict[str, Any]:
+        """Whether latents and frames of a sample are equal to the official ones, and how far they are from them.
+
+        Of a batch each video is compared with what the official pipeline decodes of it alone. How far that is from what
+        it gives for the whole batch, whose chunks mix the end of one video and the beginning of the next, is told, too.
+        """
+        official_latents, together = self.generate(sample, step_done)
+        official_frames, facts = together, {}
+        if len(together) > 1:
+            official_frames = self._one_by_one(official_latents)
+            facts = {"max_batch_difference": _grey_levels(official_frames, together)}
+        return facts | {
+            "equal_latents": torch.equal(latents, official_latents),
+            "equal_frames": bool(np.array_equal(frames, official_frames)),
+            "max_latent_difference": (latents - official_latents).abs().max().item(),
+            "max_frame_difference": _grey_levels(frames, official_frames),
+        }
+
+    @torch.no_grad()
+    def _one_by_one(self, latents: Tensor) -> Frames:
+        pixels = decode(self.pipeline, latents, self.config.shape[2], self.config.decode_chunk_size)
+        return to_bytes(self.pipeline.video_processor.postprocess_video(pixels, output_type="np"))
+
+
+def _grey_levels(frames: Frames, others: Frames) -> int:
+    """The largest difference, of 255."""
+    return int(np.abs(frames.astype(int) - others).max())

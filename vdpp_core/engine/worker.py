@@ -1,0 +1,328 @@
+"""What one rank does: load, take, denoise, pass on. Data parallel is pp = 1, the step pipeline is dp = 1."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from vdpp_core import models
+from vdpp_core.config import RunConfig, execution
+from vdpp_core.engine import checks, collect
+from vdpp_core.engine.limits import Device, OutOfMemoryError
+from vdpp_core.engine.measure import MemoryMeter, Stopwatch
+from vdpp_core.engine.monitor import Guard
+from vdpp_core.models import conditioning
+from vdpp_core.models.conditioning import Conditioning
+from vdpp_core.models.denoising import Denoiser
+from vdpp_core.parallel import fsdp
+from vdpp_core.parallel.handoff import Handoff
+from vdpp_core.parallel.parallelize import parallelize, sent
+from vdpp_core.parallel.rendezvous import Ranks, agree
+from vdpp_core.parallel.world import LostRankError, World, joined
+from vdpp_core.runs import origin, processes, results, resuming, runfolder, saved_latents
+from vdpp_core.runs.disturbed import Surroundings
+from vdpp_core.runs.events import EventLog
+from vdpp_core.runs.files import FullDiskError
+
+Source = Callable[[int], Tensor]
+Sink = Callable[[int, Tensor], None]
+
+
+def run(config: RunConfig, predict_times: results.PredictTimes | None = None) -> Path:
+    """Do a run in this process, as its only rank, and return its run folder.
+
+    Raises:
+        ConfigError: before anything is loaded, one line.
+    """
+    config = config.for_ranks(1)
+    checks.check(config, local_ranks=1)
+    folder = runfolder.create(config)
+    try:
+        execute(folder, Ranks(0, 1, 0, 1, under_torchrun=False), guarded=False, predict_times=predict_times)
+    except BaseException:
+        results.settle(folder)
+        raise
+    return folder
+
+
+def execute(
+    folder: Path, ranks: Ranks, guarded: bool = True, predict_times: results.PredictTimes | None = None
+) -> None:
+    """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end. Ranks agree on its name.
+
+    Args:
+        guarded: watch for signals, a lost launcher and stalled ranks, and end this process if need be.
+        predict_times: what the result predicts from the warm-up; see `results.settle`.
+    """
+    config = RunConfig.read(folder)
+    surroundings = Surroundings(config, ranks.local_world_size, counts=ranks.local_rank == 0)
+    with (
+        EventLog(folder, ranks.rank) as log,
+        Guard(folder, log, surroundings, ranks.under_torchrun) if guarded else nullcontext(),
+    ):
+        try:
+            with joined(config, ranks, folder.name) as world:
+                _Rank(config, folder, ranks, world, log, surroundings).work()
+                world.barrier()
+                collect.finish(config, folder, ranks, log, predict_times)
+        except BaseException as error:
+            log.last_word("error", **_last_words(error))
+            raise
+    if ranks.rank == 0 and not ranks.several_machines:
+        results.write(folder, "ok", predict_times=predict_times)
+
+
+def _last_words(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, OutOfMemoryError):
+        return {"error": str(error), "oom": error.facts}
+    full = isinstance(error, FullDiskError)
+    words = str(error) if full else f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return {"error": words, "lost_rank": error.rank if isinstance(error, LostRankError) else None}
+
+
+class _Rank:
+    """One rank's part of a run, in the order in which it happens."""
+
+    def __init__(
+        self, config: RunConfig, folder: Path, ranks: Ranks, world: World, log: EventLog, surroundings: Surroundings
+    ) -> None:
+        self.config, self.folder, self.ranks, self.world, self.log = config, folder, ranks, world, log
+        self.surroundings = surroundings
+        self.steps, self.todo = config.stages()[world.place.stage], resuming.work(folder, config)
+        self.samples = config.samples(world.place.replica, self.todo.latents)
+        self.padding = config.padding(world.place.replica, self.todo.latents)
+        self.busy = bool(self.samples or self.padding)
+        self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
+        self.dtype = execution.dtype(config)
+        self.stopwatch, self.meter = Stopwatch(world.device), MemoryMeter(world.device)
+        self.phase = "loading"
+        self.unet: nn.Module | None = None
+        self.finished: dict[int, Tensor] = {}
+        self.log.write("start", **self._facts())
+        if config.model != "dummy":
+            from vdpp_core.engine import videos
+
+            self.videos = videos
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "created": processes.created_s(os.getpid()),
+            "host": socket.gethostname(),
+            "device": str(self.world.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "backend": dist.get_backend(),
+            "threads": self.world.threads,
+            "steps": [self.steps.start, self.steps.stop],
+        }
+
+    def work(self) -> None:
+        """All of it, within the memory that the run allows.
+
+        Raises:
+            OutOfMemoryError: it was not enough.
+        """
+        device = Device(self.world.device, self.config.memory_limit_gib)
+        with device.limited():
+            try:
+                self._work()
+            except (RuntimeError, MemoryError, OSError) as error:
+                if full := device.explain(error, self.unet, self.phase):
+                    raise full from error
+                raise
+
+    def _work(self) -> None:
+        self.meter.set_baseline()
+        if self.busy:
+            self._load()
+            self.meter.reset()
+        self.world.barrier()
+        self.origin = self._origin() if self.config.save_latents else ""
+        self.phase = "warming up"
+        if self.busy:
+            self._warm_up()
+        around = self.surroundings.begin()
+        self.world.barrier()
+        self.log.write("clock", **around)
+        self.phase = "running"
+        if self.busy:
+            self._denoise([*self.samples, *[None] * self.padding], self._noise, self._finish)
+        facts: dict[str, Any] = {"memory": self.meter.peak(), **self.surroundings.so_far()}
+        if self.config.command == "generate":
+            self.phase = "decoding"
+            self._make_videos()
+            facts["decode_memory"] = self.meter.peak()
+        self.log.write("done", **facts)
+
+    def _load(self) -> None:
+        """UNet and conditioning; the encoders are freed when this returns."""
+        config, world = self.config, self.world
+        if world.shards is None:
+            self.unet = models.load(config, world.device, self.dtype)
+        else:
+            unet = fsdp.structure(config, world.shards, self.dtype)
+            self.meter.set_baseline()  # FSDP's own objects, some 15 MB of Python, are no memory of the model
+            self.unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
+        if config.layout.lockstep > 1:
+            parallelize(self.unet, world.mesh)
+        unet, scheduler = self.unet, models.load_scheduler(config, world.device)
+        told = self._conditioning(unet, scheduler)
+        self.denoiser = Denoiser(config, unet, scheduler, told)
+        self.handoff = Handoff(world, self.denoiser.latent_shape, self.dtype)
+        self.handoff.connect()
+        self.log.write("loaded")
+
+    def _conditioning(self, unet: Any, scheduler: Any) -> Conditioning:
+        """Made by the replica's first rank. Those that start samples with it draw from the generators as it did."""
+        config, world = self.config, self.world
+        told = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
+        synthetic = config.image_path is None or not self.samples
+        if self.first:
+            self.draws = conditioning.generators(config, self.samples)
+        if self.first and world.speaks:
+            if synthetic:
+                told = conditioning.synthetic(config, told, self.samples)
+            else:
+                from vdpp_core.models.svd import load_pipeline
+
+                told = conditioning.encode(
+                    config, load_pipeline(config, unet, scheduler, world.device, self.dtype), self.draws
+                )
+        elif self.first and not synthetic:
+            for generator in self.draws:
+                conditioning.augmentation(config, generator)
+        for tensor in told.tensors():
+            world.share(tensor, source=0)
+        return told
+
+    def _origin(self) -> str:
+        """The digest of what the samples are made from: what rank 0 has, and each other machine as well.
+
+        Now that all is loaded: a hub model's revision is known, and no file is replaced between here and there.
+        """
+        config, folder, threads = self.config, self.folder, self.world.threads
+        told = agree(
+            self.ranks, lambda: origin.begin(folder, config, threads).model_dump_json(), f"origin of {folder.name}"
+        )
+        record = origin.Origin.model_validate_json(told)
+        if self.ranks.local_rank == 0 and self.ranks.rank > 0:
+            origin.follow(folder, config, threads, record)
+        return record.digest
+
+    def _warm_up(self) -> None:
+        """A step of its own on every rank at once (twice: the first one sets up), then the warm-up samples."""
+        latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
+        for _ in range(2):
+            before = sum(sent(self.unet).values())
+            self.stopwatch.start()
+            self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
+            seconds = self.stopwatch.stop()
+        self.log.write("warm", seconds=seconds, sent_bytes=sum(sent(self.unet).values()) - before)
+        warm_ups = range(-self.config.warmup_samples, 0)
+        self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)
+
+    def _noise(self, sample: int) -> Tensor:
+        return self.denoiser.noise(self.draws[self.samples.index(sample)])
+
+    def _finish(self, sample: int, latents: Tensor) -> None:
+        if not self.world.speaks:
+            return
+        if self.config.save_latents:
+            if not torch.isfinite(latents).all():
+                raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
+            saved_latents.save_latents(self.folder, sample, latents.transpose(1, 2), self.origin)
+        if self.config.command == "generate":
+            self.finished[sample] = latents
+        self.log.write("sample", sample)
+
+    def _make_videos(self) -> None:
+        """The second phase: the UNet goes, the latents are shared out, every rank makes its share of the videos."""
+        if self.unet is not None:
+            fsdp.release(self.unet)
+            self.unet = None
+            del self.denoiser, self.handoff
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.meter.reset()
+        share = self._share_of_latents()
+        for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
+            share[sample] = saved_latents.load_latents(self.folder, sample).transpose(1, 2).to(self.world.device)
+        if share:
+            self.videos.make(self.config, self.folder, share, self.world.device, self.dtype, self.log)
+        self.world.barrier()
+        if self.world.rank == 0:
+            self.videos.make_contact_sheet(self.config, self.folder)
+
+    def _share_of_latents(self) -> dict[int, Tensor]:
+        """Sample -> latents, of every so-manieth sample of the replica; only who speaks for its last stage had them."""
+        batch, channels, frames, rows, columns = self.config.shape
+        shape, team, layout = (batch, frames, channels, rows, columns), self.world.team, self.config.layout
+        ranks, source = dist.get_world_size(team), layout.rank(0, layout.pp - 1)
+        share = {}
+        for position, sample in enumerate(self.samples):
+            latents = self.finished.pop(sample, None)
+            if latents is None:
+                latents = torch.empty(shape, device=self.world.device, dtype=self.dtype)
+            latents = latents.contiguous()
+            self.world.share(latents, source)
+            if position % ranks == dist.get_rank(team):
+                share[sample] = latents
+        return share
+
+    def _denoise(self, samples: Sequence[int | None], source: Source, sink: Sink) -> None:
+        """The loop. The receive of the next sample is posted before the present one is computed.
+
+        None is a sample that keeps the shard group company: computed and handed on as any, and then dropped.
+        """
+        if samples and not self.first:
+            self.handoff.expect()
+        nothing = torch.zeros(self.denoiser.latent_shape, device=self.world.device, dtype=self.dtype)
+        bar = self._progress_bar(samples)
+        for position, sample in enumerate(samples):
+            if self.first:
+                latents, waited = nothing if sample is None else source(sample), 0.0
+            else:
+                latents, waited = self.handoff.take()
+                if position + 1 < len(samples):
+                    self.handoff.expect()
+            if sample is not None:
+                self.log.write("take", sample, seconds=waited)
+            latents = self._run_stage(sample, latents, bar)
+            if not self.last:
+                waited = self.handoff.pass_on(latents)
+                if sample is not None:
+                    self.log.write("send", sample, seconds=waited)
+            elif sample is not None:
+                sink(sample, latents)
+        self.handoff.close()
+        bar.close()
+
+    def _run_stage(self, sample: int | None, latents: Tensor, bar: tqdm) -> Tensor:
+        index = self.samples.index(sample) if sample is not None and sample in self.samples else 0
+        trajectory = self.denoiser.begin(index, self.steps[0])
+        for step in self.steps:
+            self.stopwatch.start()
+            latents = trajectory.step(latents, step)
+            seconds = self.stopwatch.stop()
+            if sample is None:
+                self.log.write("pad", step=step, seconds=seconds)
+            else:
+                self.log.write("step", sample, step, seconds=seconds)
+                bar.update()
+        return latents
+
+    def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
+        """On a terminal, on the last stage of the first replica."""
+        counts = list(samples[:1]) == list(self.samples[:1])  # no warm-up
+        shown = counts and self.last and self.world.place.replica == 0 and self.world.speaks
+        total = len(samples) * len(self.steps)
+        return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

@@ -1,0 +1,1 @@
+"""How training is split: the sizing rules of an article, checked. Nothing imports this."""

@@ -1,0 +1,75 @@
+"""UNets behind one interface: the call of diffusers' `UNetSpatioTemporalConditionModel`, and its `config`.
+
+unet(sample (B, F, 8, H, W), timestep, encoder_hidden_states (B, 1, D), added_time_ids (B, 3), return_dict=False)
+returns a tuple with the prediction (B, F, 4, H, W). Nothing here knows of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vdpp_core.config import RunConfig
+from vdpp_core.models import attention, shortcuts, weights
+from vdpp_core.models.dummy import DummyUNet
+from vdpp_core.models.published import PUBLISHED_SCHEDULER
+
+if TYPE_CHECKING:
+    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+
+
+def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """The UNet of a run on `device`, whole; fp32, fp16 or bf16."""
+    if config.model == "dummy" or config.random_weights:
+        unet = on_meta(config, dtype).to_empty(device=device)
+        weights.fill(unet, weights.random(on_meta(config, dtype), device))
+    else:
+        from vdpp_core.models.svd import load_unet  # seconds that the dummy does not need
+
+        unet = load_unet(config, device, dtype)
+    return ready(config, unet)
+
+
+def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
+    """The UNet's structure without its weights, on the meta device."""
+    with torch.device("meta"):
+        if config.model == "dummy":
+            unet: Any = DummyUNet()
+        else:
+            from vdpp_core.models.svd import structure
+
+            unet = structure(config)
+    # AlphaBlender ignores the device context; diffusers' own `to` warns of every change of type
+    return nn.Module.to(unet, "meta", dtype)
+
+
+def ready(config: RunConfig, unet: Any) -> Any:
+    """Set up for inference as the run asks for it."""
+    if config.chunked:
+        unet.enable_forward_chunking(chunk_size=1, dim=0)
+    if config.shortcuts:
+        shortcuts.take(unet)
+    batch, _, _, rows, columns = config.shape
+    if config.model != "dummy" and 2 * batch * rows * columns > attention.MOST:
+        attention.take_turns(unet)
+    return unet.eval()
+
+
+def load_scheduler(config: RunConfig, device: torch.device) -> EulerDiscreteScheduler:
+    """The scheduler with the run's steps.
+
+    Always Euler's (vdpp_core/engine/checks.py refuses others): solvers with memory of earlier steps need it handed on.
+    """
+    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler  # takes seconds to import
+
+    if config.source is None:
+        scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
+    else:
+        scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
+    scheduler.set_timesteps(config.total_steps, device=device)
+    return scheduler
+
+
+__all__ = ["load", "load_scheduler", "on_meta", "ready"]

@@ -1,0 +1,150 @@
+"""Whether a pipeline's files are there and fit together: asked before any rank starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vdpp_core.config import RunConfig, execution
+from vdpp_core.config.errors import ConfigError, in_one_line, redacted
+from vdpp_core.config.run import MODELS
+
+WEIGHTS = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
+
+
+PARTS = {  # of a pipeline -> the class that runs here
+    "unet": "UNetSpatioTemporalConditionModel",
+    "vae": "AutoencoderKLTemporalDecoder",
+    "scheduler": "EulerDiscreteScheduler",  # others remember steps, which no hand-off does
+}
+
+
+def weights_in_cache(repository: str = str(MODELS["svd"])) -> bool:
+    """Whether the UNet's weights of a hub model were downloaded before."""
+    import huggingface_hub as hub
+
+    return any(isinstance(hub.try_to_load_from_cache(repository, name), str) for name in WEIGHTS)
+
+
+def check_guidance(config: RunConfig) -> None:
+    """Whether the official pipeline guides with these scales; ConfigError if not.
+
+    It asks twice whether to: by the last frame's scale, and by the largest of all frames in the type of the latents.
+    Where the answers differ it fails.
+    """
+    first, last, frames = config.min_guidance_scale, config.guidance_scale, config.shape[2]
+    if last <= 1 or torch.linspace(first, last, frames).to(execution.dtype(config)).max() > 1:
+        return
+    fails = "and the official pipeline then fails"
+    if frames == 1:
+        allowed = f"is all the guidance of a single frame, {fails}: must be above 1, or guidance_scale 1"
+        raise ConfigError("min_guidance_scale", first, allowed)
+    kind = str(execution.dtype(config)).removeprefix("torch.")
+    raise ConfigError("guidance_scale", last, f"is 1 in {kind}, {fails}: must be 1, or farther above it")
+
+
+def check_model(config: RunConfig) -> None:
+    """Whether the files that a run needs of its model are there and fit together; ConfigError if not."""
+    if config.source is None:
+        return
+    argument = "model" if config.model_id is None else "model_id"
+    if "://" in config.source or redacted(config.source) != config.source:
+        raise ConfigError(argument, config.source, "must be a folder or a hub name, no URL and no token")
+    folder = Path(config.source)
+    try:
+        on_disk = folder.exists() or config.source.startswith((".", "/", "~"))
+    except OSError as error:
+        raise ConfigError(argument, config.source, f"must be a folder or a hub name ({error.strerror})") from None
+    parts = ("unet",) if config.image_path is None else ("unet", "vae", "image_encoder")
+    for part in parts if on_disk and not config.random_weights else ():
+        if not any(folder.glob(f"{part}/*.safetensors")):
+            raise ConfigError(argument, config.source, f"must be a pipeline's folder with {part}/*.safetensors")
+    for name, kind in _settings_needed(config).items():
+        try:
+            settings = folder / name if on_disk else _hub_file(config, argument, name)
+            if not settings.is_file():
+                raise ConfigError(argument, config.source, f"must be a pipeline's folder, it has no {name}")
+        except ConfigError:
+            if name == "model_index.json" and config.image_path is None:
+                continue  # a UNet and a scheduler are enough
+            raise
+        try:
+            told = json.loads(settings.read_bytes())
+            found = told.get("_class_name", kind)
+        except (ValueError, AttributeError, RecursionError):
+            raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
+        if kind is not None and found != kind:
+            raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
+        if name == "model_index.json":
+            _check_parts(config, argument, told)
+    if on_disk and config.model_id is not None:
+        _check_unet(config)
+
+
+def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> None:
+    """Whether the official pipeline would load the classes that run here: those of model_index.json, whatever class the
+    settings of a part name."""
+    places = {part: place for part, place in index.items() if isinstance(place, list) and len(place) == 2}
+    for part, (library, _) in places.items():
+        if library not in (None, "diffusers", "transformers"):
+            allowed = f"must have parts of diffusers and transformers, not code of its own ({part}: {library})"
+            raise ConfigError(argument, config.source, allowed)
+    for part, kind in PARTS.items():
+        named = places.get(part, [None, None])[1]
+        if named != kind and (part != "vae" or config.image_path is not None):
+            allowed = f"must have a {kind}: model_index.json names {named or 'none'}, which the official pipeline loads"
+            raise ConfigError(argument, config.source, allowed)
+
+
+def _check_unet(config: RunConfig) -> None:
+    from vdpp_core.models import on_meta, weights  # seconds that the models of the package do not need
+    from vdpp_core.models.svd import weights_folder
+
+    try:
+        structure = on_meta(config, execution.dtype(config))
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
+        words = in_one_line(str(error))[:120]
+        raise ConfigError("model_id", config.source, f"must describe a UNet in unet/config.json ({words})") from None
+    if not config.random_weights:
+        weights.check(weights_folder(config, execution.dtype(config)), execution.dtype(config), structure)
+
+
+def _settings_needed(config: RunConfig) -> dict[str, str | None]:
+    """The files that a run reads of a pipeline -> the class that each must name."""
+    needed: dict[str, str | None] = {
+        "unet/config.json": PARTS["unet"],
+        "scheduler/scheduler_config.json": PARTS["scheduler"],
+    }
+    if config.image_path is not None:
+        needed["vae/config.json"] = PARTS["vae"]
+        needed |= {"image_encoder/config.json": None, "feature_extractor/preprocessor_config.json": None}
+    return needed | {"model_index.json": None if config.image_path is None else "StableVideoDiffusionPipeline"}
+
+
+def _hub_file(config: RunConfig, argument: str, name: str) -> Path:
+    """A settings file from the cache or the hub; one answer at once where the hub cannot be reached."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    # those of whichever HTTP library the hub client is built on
+    transport_errors: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
+    repository = str(config.source)
+    try:
+        cached = hub.try_to_load_from_cache(repository, name)
+        if isinstance(cached, str) and (config.random_weights or weights_in_cache(repository)):
+            return Path(cached)
+        hub.get_hf_file_metadata(hub.hf_hub_url(repository, name), timeout=10)
+        return Path(hub.hf_hub_download(repository, name))
+    except errors.GatedRepoError:
+        allowed = "is gated: accept its licence on the hub, then log in with `hf auth login`"
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        allowed = "no such model on the hub; if it is private, log in with `hf auth login`"
+    except errors.EntryNotFoundError:
+        allowed = f"must be a Stable Video Diffusion, it has no {name}"
+    except transport_errors:
+        allowed = "is not in the cache and the hub cannot be reached: log in (`hf auth login`) where it can"
+    shown = repository if config.model_id else f"{config.model} ({repository})"
+    raise ConfigError(argument, shown, f"{allowed}, or pass a folder with --model-id")

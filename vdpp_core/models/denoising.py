@@ -1,0 +1,81 @@
+"""The denoising step of diffusers' `StableVideoDiffusionPipeline`, one step at a time, from any step on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from vdpp_core.config import RunConfig
+from vdpp_core.models.conditioning import Conditioning
+
+
+class Denoiser:
+    """Latents here are (B, F, C, H, W), as in the pipeline; files and `latent_shape` are B C F H W."""
+
+    def __init__(
+        self, config: RunConfig, unet: Any, scheduler: EulerDiscreteScheduler, conditioning: Conditioning
+    ) -> None:
+        self.unet, self.scheduler, self.conditioning = unet, scheduler, conditioning
+        self.device, self.dtype = conditioning.image_embeddings.device, conditioning.image_embeddings.dtype
+        batch, channels, frames, rows, columns = config.shape
+        self.latent_shape = (batch, frames, channels, rows, columns)
+        scales = torch.linspace(config.min_guidance_scale, config.guidance_scale, frames)
+        self.guidance_scale = scales.to(self.device, self.dtype).view(1, frames, 1, 1, 1)
+        self.halves = 2 if config.guidance_scale > 1 else 1
+        self.passes = self.halves if config.sequential else 1
+
+    def noise(self, generator: torch.Generator) -> Tensor:
+        """The latents before step 0."""
+        noise = randn_tensor(self.latent_shape, generator=generator, device=self.device, dtype=self.dtype)
+        return noise * self.scheduler.init_noise_sigma
+
+    def begin(self, index: int, first_step: int) -> Trajectory:
+        """Take up the replica's sample number `index` at a step.
+
+        The scheduler counts its steps, so each sample has one of its own; the schedule itself is shared.
+        """
+        scheduler = copy.copy(self.scheduler)
+        scheduler.set_begin_index(first_step)
+        return Trajectory(self, scheduler, self.conditioning.image_latents[index])
+
+
+class Trajectory:
+    """One sample on its way through consecutive steps."""
+
+    def __init__(self, denoiser: Denoiser, scheduler: EulerDiscreteScheduler, image_latents: Tensor) -> None:
+        self.denoiser, self.scheduler = denoiser, scheduler
+        frames = denoiser.latent_shape[1]
+        self.image_latents = image_latents.unsqueeze(1).expand(-1, frames, -1, -1, -1)  # the same for every frame
+
+    @torch.no_grad()
+    def step(self, latents: Tensor, step: int) -> Tensor:
+        """Latents (B, F, C, H, W) before a step -> the latents after it, in the same dtype."""
+        timestep = self.scheduler.timesteps[step]
+        prediction = self._predict(latents, timestep)
+        if self.denoiser.halves == 2:
+            unconditional, conditional = prediction.chunk(2)
+            prediction = unconditional + self.denoiser.guidance_scale * (conditional - unconditional)
+        return self.scheduler.step(prediction, timestep, latents).prev_sample
+
+    def _predict(self, latents: Tensor, timestep: Tensor) -> Tensor:
+        """The UNet on both halves of the guidance, in one pass or one after the other."""
+        denoiser, told = self.denoiser, self.denoiser.conditioning
+        noisy = self.scheduler.scale_model_input(torch.cat([latents] * denoiser.halves), timestep)
+        inputs = torch.cat([noisy, self.image_latents], dim=2)
+        predictions = [
+            denoiser.unet(part, timestep, encoder_hidden_states=embeddings, added_time_ids=time_ids, return_dict=False)[
+                0
+            ]
+            for part, embeddings, time_ids in zip(
+                inputs.chunk(denoiser.passes),
+                told.image_embeddings.chunk(denoiser.passes),
+                told.added_time_ids.chunk(denoiser.passes),
+                strict=True,
+            )
+        ]
+        return predictions[0] if len(predictions) == 1 else torch.cat(predictions)

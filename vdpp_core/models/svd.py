@@ -1,0 +1,107 @@
+"""Stable Video Diffusion: the published configuration, and loading from a folder, the hub or random weights."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from torch import nn
+
+from vdpp_core.config import RunConfig
+from vdpp_core.models import weights
+from vdpp_core.models.published import PUBLISHED, PUBLISHED_VAE
+
+if TYPE_CHECKING:
+    from diffusers import StableVideoDiffusionPipeline
+
+
+def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
+    """The UNet of a run from its architecture alone, with whatever values the constructor gives."""
+    if config.source is None:
+        return UNetSpatioTemporalConditionModel.from_config(PUBLISHED[config.model])
+    architecture = UNetSpatioTemporalConditionModel.load_config(config.source, subfolder="unet")
+    return UNetSpatioTemporalConditionModel.from_config(architecture)
+
+
+def vae_on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
+    """The VAE's structure as it decodes: in fp32 where fp16 asks for that."""
+    from diffusers import AutoencoderKLTemporalDecoder
+
+    architecture = PUBLISHED_VAE
+    if config.source is not None:
+        architecture = AutoencoderKLTemporalDecoder.load_config(config.source, subfolder="vae")
+    with torch.device("meta"):
+        vae: Any = AutoencoderKLTemporalDecoder.from_config(architecture)
+    upcast = dtype == torch.float16 and vae.config.force_upcast
+    return nn.Module.to(vae, "meta", torch.float32 if upcast else dtype)
+
+
+def weights_folder(config: RunConfig, dtype: torch.dtype, part: str = "unet") -> Path:
+    """Where a part's files lie; those of a hub model are downloaded, if they were not before."""
+    folder = Path(str(config.source)).expanduser()
+    if not folder.is_dir():
+        import huggingface_hub as hub
+
+        half, full = (f"{part}/*.fp16*.safetensors", None), (f"{part}/*.safetensors", "*.fp16*")
+        for wanted, unwanted in (full, half) if dtype == torch.float32 else (half, full):
+            place = hub.snapshot_download(
+                str(config.source), allow_patterns=[wanted, f"{part}/*.json"], ignore_patterns=unwanted
+            )
+            folder = Path(place)
+            if any(folder.glob(f"{part}/*.safetensors")):
+                break
+    return folder / part
+
+
+def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UNetSpatioTemporalConditionModel:
+    """The UNet of `config.source`, whole, on `device`, as diffusers loads it."""
+    folder = weights_folder(config, dtype)
+    return _load(UNetSpatioTemporalConditionModel, folder, weights.variant(folder, dtype), dtype).to(device)
+
+
+def load_pipeline(
+    config: RunConfig, unet: Any, scheduler: EulerDiscreteScheduler, device: torch.device, dtype: torch.dtype
+) -> StableVideoDiffusionPipeline:
+    """The official pipeline of `config.source` around a UNet that is loaded already; the rest goes to `device`."""
+    pipeline = _load_pipeline(config, dtype, ("vae", "image_encoder"), unet=unet, scheduler=scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    for part in (pipeline.vae, pipeline.image_encoder):
+        part.to(device)
+    return pipeline
+
+
+def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
+    """The official pipeline as a user would load it: nothing in it is ours."""
+    pipeline = _load_pipeline(config, dtype, ("unet", "vae", "image_encoder")).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def load_decoder(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
+    """The official pipeline with nothing but its VAE."""
+    absent = dict.fromkeys(("unet", "image_encoder", "scheduler", "feature_extractor"))
+    return _load_pipeline(config, dtype, ("vae",), **absent).to(device)
+
+
+def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...], **given: Any) -> Any:
+    """The official pipeline with the weights of these parts and what is given; settings of the others are read."""
+    from diffusers import StableVideoDiffusionPipeline
+
+    folder = Path(str(config.source)).expanduser()
+    if not folder.is_dir():
+        import huggingface_hub as hub
+
+        folder = Path(hub.snapshot_download(str(config.source), allow_patterns="*.json"))
+    variants = {weights.variant(weights_folder(config, dtype, part), dtype) for part in parts}
+    variant = next(filter(None, variants), None)  # diffusers takes it for those parts that have it
+    return _load(StableVideoDiffusionPipeline, folder, variant, dtype, **given)
+
+
+def _load(kind: Any, folder: Path, variant: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:
+    with warnings.catch_warnings():  # diffusers ≥ 0.42 prefers `dtype`, which 0.36 does not know
+        warnings.filterwarnings("ignore", message=".*torch_dtype.*")
+        return kind.from_pretrained(folder, torch_dtype=dtype, variant=variant, use_safetensors=True, **kwargs)

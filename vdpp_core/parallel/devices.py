@@ -1,0 +1,117 @@
+"""What the devices of this machine can do, and how they say that their memory is full."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+
+import psutil
+import torch
+
+from vdpp_core.config import RunConfig, execution
+from vdpp_core.config.errors import ConfigError
+
+AMPERE = (8, 0)  # the first compute capability with arithmetic in bf16
+
+
+def capacity(config: RunConfig, local_ranks: int) -> int:
+    """Bytes that each of so many ranks on this machine may use: its limit, the smallest of their GPUs, what Metal
+    recommends as the most, or its share of free memory."""
+    if config.memory_limit_gib is not None:
+        return int(config.memory_limit_gib * GIB)
+    if execution.device_type(config) == "cuda":
+        return min(torch.cuda.get_device_properties(card).total_memory for card in execution.cards(config, local_ranks))
+    if execution.device_type(config) == "mps":
+        return torch.mps.recommended_max_memory()
+    return psutil.virtual_memory().available // local_ranks
+
+
+def check_device(config: RunConfig, local_ranks: int) -> None:
+    kind = execution.device_type(config)
+    if kind == "cuda":
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            raise ConfigError("device", config.device, "no CUDA device here: use cpu or auto")
+        if ":" in config.device and execution.cards(config, local_ranks)[0] >= gpus:
+            raise ConfigError("device", config.device, f"must be below cuda:{gpus}, this machine has {gpus}")
+        if local_ranks > gpus:
+            raise ConfigError("world_size", local_ranks, f"must be at most the GPUs of this machine, {gpus}")
+        if local_ranks > 1 and ":" in config.device:
+            raise ConfigError("device", config.device, "must be cuda with several ranks: the local rank picks the GPU")
+        if config.backend == "gloo" and config.layout.world_size > 1:
+            raise ConfigError("backend", "gloo", "must be nccl or auto with several ranks on CUDA: gloo is for CPUs")
+    if kind == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("device", config.device, "no Apple GPU here: use cpu or auto")
+        if local_ranks > 1:
+            raise ConfigError("device", config.device, "serves one rank only")
+    if kind != "cuda" and config.backend == "nccl":
+        raise ConfigError("backend", "nccl", f"needs CUDA devices; on {kind} use gloo or auto")
+
+
+def check_memory_options(config: RunConfig) -> None:
+    kind = execution.device_type(config)
+    if config.memory_limit_gib is not None and not can_limit(kind):
+        raise ConfigError("memory_limit_gib", config.memory_limit_gib, f"needs CUDA, or a CPU under Linux; not {kind}")
+    if config.fsdp_cpu_offload and kind != "cuda":
+        raise ConfigError("fsdp_cpu_offload", True, f"needs CUDA: on {kind} the shards are in the host's memory anyway")
+
+
+def check_dtype(config: RunConfig, local_ranks: int) -> None:
+    kind = execution.device_type(config)
+    if kind == "cuda" and execution.dtype(config) == torch.bfloat16:
+        _check_bf16(config, local_ranks)
+    elif kind == "cpu" and execution.dtype(config) != torch.float32:
+        _try_on_cpu(config)
+
+
+def _check_bf16(config: RunConfig, local_ranks: int) -> None:
+    """PyTorch takes it on older cards, too, and computes it by emulation, where it has a kernel for it at all."""
+    for card in execution.cards(config, local_ranks):
+        capability = torch.cuda.get_device_capability(card)
+        if capability < AMPERE:
+            known = f"{torch.cuda.get_device_name(card)}, compute capability {'.'.join(map(str, capability))}"
+            raise ConfigError("dtype", config.dtype, f"must be fp16 or fp32: cuda:{card} ({known}) only emulates bf16")
+
+
+@torch.no_grad()
+def _try_on_cpu(config: RunConfig) -> None:
+    """Tries the kinds of operation that the UNet is made of; on a CPU some builds lack them in half precision."""
+    try:
+        values = torch.ones(1, 4, 2, 4, 4, dtype=execution.dtype(config))
+        values = torch.nn.functional.conv3d(values, torch.ones(4, 4, 3, 1, 1, dtype=values.dtype), padding=(1, 0, 0))
+        values = torch.nn.functional.group_norm(values, 2).flatten(2)
+        torch.nn.functional.scaled_dot_product_attention(values, values, values)
+    except RuntimeError as error:
+        allowed = f"must be fp32, this CPU cannot ({str(error).splitlines()[0]})"
+        raise ConfigError("dtype", config.dtype, allowed) from None
+
+
+GIB = 2**30
+
+
+# In the words of whoever lacks it, and not in the name of a file. oneDNN gives no reason, but what it cannot do at all
+# it says of a descriptor.
+_FULL = re.compile(
+    r"(^|: |\b(CUDA|HIP|XPU|MPS backend|C10) |Cuda failure (\d+ )?')out of memory"  # PyTorch's allocators, CUDA, NCCL
+    r"|Failed to (CUDA )?(malloc|calloc|calloc async|host alloc) \d+ bytes"  # NCCL
+    r"|_ALLOC(ATION)?_FAILED"  # cuBLAS, cuDNN
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|bad_alloc|cannot allocate memory"  # the CPU
+    r"|could not (create|execute) a primitive(?! descriptor)|could not create a memory object",  # oneDNN
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of PyTorch, Python, the system or a library below is a lack of memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_FULL.search(str(error)))
+
+
+def can_limit(device_type: str) -> bool:
+    """Whether a limit can be kept on a device of this type here."""
+    return device_type == "cuda" or (device_type == "cpu" and sys.platform == "linux")

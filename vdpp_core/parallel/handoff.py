@@ -1,0 +1,83 @@
+"""Latents from stage to stage. Shapes are fixed up front; messages are told apart by their order alone (NCCL)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vdpp_core.config.layout import IN_FLIGHT
+from vdpp_core.parallel.world import World, communication
+
+
+class Handoff:
+    """The two ends of one stage: what comes from the stage before, what goes to the next."""
+
+    def __init__(self, world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.group, self.device, self.shape, self.dtype = world.stages, world.device, shape, dtype
+        stages = dist.get_world_size(self.group)
+        stage = world.place.stage
+        self.before = stage - 1 if stage > 0 else None
+        self.after = stage + 1 if stage + 1 < stages else None
+        self.ranks = [dist.get_global_rank(self.group, stage) for stage in range(stages)]
+        self.expected: tuple[Tensor, dist.Work] | None = None
+        self.sent: deque[tuple[Tensor, dist.Work]] = deque()
+
+    def connect(self) -> None:
+        """Shake hands with both neighbours: the first use of a pair sets up its communicator."""
+        hand = torch.zeros(1, device=self.device)
+        if self.before is not None:
+            with communication(self.ranks[self.before]):
+                dist.recv(hand, group=self.group, group_src=self.before)
+        if self.after is not None:
+            with communication(self.ranks[self.after]):
+                dist.send(hand, group=self.group, group_dst=self.after)
+
+    def expect(self) -> None:
+        """Post the receive of the next sample."""
+        assert self.before is not None
+        assert self.expected is None
+        latents = torch.empty(self.shape, device=self.device, dtype=self.dtype)
+        with communication(self.ranks[self.before]):
+            work = dist.irecv(latents, group=self.group, group_src=self.before)
+        assert work is not None
+        self.expected = latents, work
+
+    def take(self) -> tuple[Tensor, float]:
+        """The latents of the sample expected, and the seconds waited for them."""
+        assert self.before is not None
+        assert self.expected is not None
+        latents, work = self.expected
+        self.expected = None
+        began = time.perf_counter()
+        with communication(self.ranks[self.before]):
+            self._finish(work)
+        return latents, time.perf_counter() - began
+
+    def pass_on(self, latents: Tensor) -> float:
+        """Send without waiting, unless the next stage is too far behind; the seconds waited for it."""
+        assert self.after is not None
+        began = time.perf_counter()
+        with communication(self.ranks[self.after]):
+            while len(self.sent) >= IN_FLIGHT:
+                self._finish(self.sent.popleft()[1])
+            waited = time.perf_counter() - began
+            latents = latents.contiguous()
+            work = dist.isend(latents, group=self.group, group_dst=self.after)
+        assert work is not None
+        self.sent.append((latents, work))  # the memory must outlive the transfer
+        return waited
+
+    def close(self) -> None:
+        """Wait until all that was sent has arrived."""
+        while self.sent:
+            with communication(self.ranks[self.after or 0]):
+                self._finish(self.sent.popleft()[1])
+
+    def _finish(self, work: dist.Work) -> None:
+        work.wait()
+        if self.device.type == "cuda":  # there, wait() only orders the streams
+            torch.cuda.current_stream(self.device).synchronize()

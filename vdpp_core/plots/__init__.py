@@ -1,0 +1,1 @@
+"""Every figure, and the trace for Perfetto."""

@@ -1,0 +1,195 @@
+"""A run's events -> a trace in the JSON format of chrome://tracing and Perfetto. Times in µs since the first event.
+
+A process is a replica on a machine, a thread a rank. The phases of a rank (loading, warming up, running, decoding) hold
+its slices: steps, waiting for latents (take), handing them on (send), videos and the chunks of their frames; an arrow
+leads from a send to the take at its other end. What was not finished ends with the rank's last event. The clocks of
+several machines are taken as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vdpp_core.config import RunConfig
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.runs import files, runfolder
+from vdpp_core.runs.events import ENDS, Event
+
+Entry = dict[str, Any]
+
+PHASES = {"start": "loading", "loaded": "warming up", "clock": "running", "decode": "decoding"}
+NAMES = {"pad": "padding", "warm": "warm-up step"}
+
+
+def write(folder: Path, path: Path | None = None) -> Path:
+    """Write the trace of a run, finished or not, to `path` (trace.json in its folder); returns where it is.
+
+    Raises:
+        ConfigError: the folder has no run's config.json, or the file cannot be written.
+    """
+    path = path or folder / "trace.json"
+    text = json.dumps(trace(folder))
+    try:
+        files.write_atomically(path, text)
+    except (OSError, ValueError) as error:  # the latter: no name, or none that a file could have
+        raise ConfigError("output", path, f"must be a file that can be written ({error})") from None
+    return path
+
+
+def trace(folder: Path) -> Entry:
+    """The trace of a run folder, as the object that its JSON file holds. Damaged events are left out."""
+    config, result = RunConfig.read(folder), runfolder.read_result(folder) or {}
+    ranks = range(config.layout.world_size)
+    events = [event for event in runfolder.read_events(folder) if event["rank"] in ranks]
+    zero = events[0]["t"] if events else 0.0
+    own: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        own[event["rank"]].append(event)
+    threads = [_Thread(config, rank, own[rank], zero) for rank in ranks]
+    pids = {name: number for number, name in enumerate(dict.fromkeys(thread.process for thread in threads), start=1)}
+    entries = [entry for thread in threads for entry in thread.entries] + _arrows(config, threads)
+    failure = result.get("failure") or {}
+    if failure.get("rank") in ranks and (lost := threads[failure["rank"]]).silent:
+        entries.append(lost.entry("i", lost.floor, failure["cause"], "failure", s="t"))
+    for entry in entries:
+        entry["pid"] = pids[threads[entry["tid"]].process]
+    entries.sort(key=lambda entry: (entry["ts"], -entry.get("dur", 0)))
+    facts = {"run_id": folder.name, "layout": str(config.layout), "outcome": result.get("outcome"), "epoch_s": zero}
+    return {"traceEvents": _names(threads, pids) + entries, "displayTimeUnit": "ms", "otherData": facts}
+
+
+class _Thread:
+    """The entries of one rank. Its slices lie side by side or inside one another, and last 1 µs at least."""
+
+    def __init__(self, config: RunConfig, rank: int, own: Sequence[Event], zero: float) -> None:
+        self.rank, self.zero, self.place = rank, zero, config.layout.place(rank)
+        steps = config.stages()[self.place.stage]
+        host = next((event["host"] for event in own if "host" in event), None)
+        self.process = f"replica {self.place.replica}" + (f" on {host}" if host else "")
+        self.name = f"rank {rank}: steps {steps[0]}–{steps[-1]}"
+        self.entries: list[Entry] = []
+        self.open: list[Entry] = []  # the phase, and in it the video
+        self.floor = 0  # where the last slice ended
+        self.silent = not any(event["kind"] in ENDS for event in own)
+        before: Event | None = None
+        for event in own:
+            self._draw(event, before)
+            before = event
+        self._close_all(self.floor)
+
+    def entry(self, ph: str, ts: int, name: str, cat: str, **more: Any) -> Entry:
+        return {"ph": ph, "ts": ts, "tid": self.rank, "name": name, "cat": cat, **more}
+
+    def _draw(self, event: Event, before: Event | None) -> None:
+        kind, t, args = event["kind"], self._us(event["t"]), self._args(event)
+        if kind in PHASES and not (kind == "decode" and self._phase() == PHASES["decode"]):
+            self._close_all(t)
+            self._begin(t, PHASES[kind], "phase", {})
+        if kind in ("take", "step", "send", "pad", "warm"):
+            self._draw_work(event, before)
+        elif kind == "decode":
+            self._close_video(t)
+            self._begin(t, f"video of sample {event['sample']}", "video", args)
+        elif kind == "chunk":
+            self._slice(self.floor, t, "chunk of frames", kind, args)
+        elif kind == "video":
+            self._close_video(t)
+        elif kind == "comparing":
+            self._slice(
+                self.floor, t, f"official pipeline, sample {event['sample']}, to step {event['step']}", kind, args
+            )
+        elif kind == "official":
+            self._slice(self.floor, t, f"official pipeline, sample {event['sample']}, decoding", kind, args)
+        elif kind == "clock":
+            self._instant(t, "clock starts", kind, args)
+        elif kind == "sample":
+            self._instant(t, f"sample {event['sample']} finished", kind, args)
+        elif kind in ENDS:
+            self._close_all(t)
+            if kind != "done":
+                self._instant(t, str(event.get("error", kind)), "failure", args)
+        self.floor = max(self.floor, t)
+
+    def _draw_work(self, event: Event, before: Event | None) -> None:
+        kind: str = event["kind"]
+        sample, seconds = event.get("sample", 0), event["seconds"]
+        begin, end = self._us(event["t"] - seconds), self._us(event["t"])
+        if kind == "take" and self.place.stage == 0:
+            return  # from nobody
+        if kind == "send" and before is not None and before["kind"] == "step":
+            begin = self.floor  # when there was something to send: it may arrive before the sender says so
+        name = f"sample {sample}, step {event['step']}" if kind == "step" else NAMES.get(kind, kind)
+        self._slice(begin, end, name, kind if sample >= 0 else "warm-up", self._args(event))
+
+    def _phase(self) -> str | None:
+        return self.open[0]["name"] if self.open else None
+
+    def _us(self, t: float) -> int:
+        return round((t - self.zero) * 1e6)
+
+    def _args(self, event: Event) -> dict[str, Any]:
+        return {name: fact for name, fact in event.items() if name not in ("t", "rank", "kind")}
+
+    def _slice(self, begin: int, end: int, name: str, cat: str, args: dict[str, Any]) -> None:
+        begin = max(min(begin, end - 1), self.floor)
+        self.floor = max(end, begin + 1)
+        self.entries.append(self.entry("X", begin, name, cat, dur=self.floor - begin, args=args))
+
+    def _begin(self, t: int, name: str, cat: str, args: dict[str, Any]) -> None:
+        self.floor = max(self.floor, t)
+        self.open.append(self.entry("X", self.floor, name, cat, args=args))
+        self.entries.append(self.open[-1])
+
+    def _instant(self, t: int, name: str, cat: str, args: dict[str, Any]) -> None:
+        self.entries.append(self.entry("i", t, name, cat, s="t", args=args))
+
+    def _close_all(self, t: int) -> None:
+        while self.open:
+            self._close(t)
+
+    def _close_video(self, t: int) -> None:
+        if len(self.open) > 1:
+            self._close(t)
+
+    def _close(self, t: int) -> None:
+        closed = self.open.pop()
+        self.floor = max(self.floor, t, closed["ts"] + 1)
+        closed["dur"] = self.floor - closed["ts"]
+
+
+def _arrows(config: RunConfig, threads: Sequence[_Thread]) -> list[Entry]:
+    """Two entries for each hand-off of which both ends were told."""
+    entries: list[Entry] = []
+    for thread in threads:
+        replica, stage, member = thread.place
+        if stage == 0:
+            continue
+        sender = threads[config.layout.rank(replica, stage - 1, member)]
+        sends: dict[int, list[int]] = defaultdict(list)
+        for entry in sender.entries:
+            if entry["name"] == "send":
+                sends[entry["args"]["sample"]].append(entry["ts"])
+        for take in [entry for entry in thread.entries if entry["name"] == "take"]:
+            arrives = take["ts"] + take["dur"] - 1
+            if left := [ts for ts in sends[take["args"]["sample"]] if ts <= arrives]:
+                number = len(entries) // 2 + 1
+                entries.append(sender.entry("s", left[-1], "hand-off", "hand-off", id=number))
+                entries.append(thread.entry("f", arrives, "hand-off", "hand-off", id=number, bp="e"))
+    return entries
+
+
+def _names(threads: Sequence[_Thread], pids: dict[str, int]) -> list[Entry]:
+    """What processes and threads are called, and their order."""
+    entries: list[Entry] = []
+    for name, pid in pids.items():
+        entries.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        entries.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
+    for thread in threads:
+        place = {"ph": "M", "pid": pids[thread.process], "tid": thread.rank}
+        entries.append({**place, "name": "thread_name", "args": {"name": thread.name}})
+        entries.append({**place, "name": "thread_sort_index", "args": {"sort_index": thread.rank}})
+    return entries

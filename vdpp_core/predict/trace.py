@@ -1,0 +1,246 @@
+"""What a step or a decoding allocates and frees, in order, without doing it: run on the meta device and watched."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vdpp_core.config import RunConfig
+from vdpp_core.config.layout import Parallel
+from vdpp_core.parallel import parallelize
+from vdpp_core.parallel.group import Group
+
+if TYPE_CHECKING:
+    from vdpp_core.models.denoising import Denoiser
+
+META = torch.device("meta")
+MOST_REMEMBERED = 20_000  # a step of the published UNet adds some 700
+MOST_CHUNKS = 256  # what is decoded then no longer grows the peak by much
+
+
+class Event(NamedTuple):
+    """what: alloc (of `size` bytes, part latents or activations, in a layer), free, enter or leave (a unit)."""
+
+    what: str
+    key: int
+    size: int = 0
+    part: str = "latents"
+    layer: str = ""
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP gathers together: each one's rows and bytes a row."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+
+    def shard(self, ranks: int) -> int:
+        """Bytes that each of so many ranks holds: ⌈rows / ranks⌉ of each parameter."""
+        return sum(-(-rows // ranks) * size for rows, size in self.rows)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a rank allocates: parameters as they are loaded, then `events`, of which the first `prelude` come only once.
+
+    units: the first one is the root, what belongs to no other.
+    """
+
+    parameters: Unit
+    units: tuple[Unit, ...]
+    events: tuple[Event, ...]
+    prelude: int = 0
+
+
+class Remembering(TorchDispatchMode):
+    """What an operator gives on the meta device depends on its inputs' shapes alone. Python works that out, which is
+    most of the time of a step there; so it is done once for inputs that look the same, unless a view comes of it."""
+
+    known: ClassVar[dict[Any, tuple[bool, list[Any]]]] = {}  # operator and inputs -> one tensor or several, their looks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
+        if not tensors or any(tensor.device != META for tensor in tensors):
+            return func(*args, **given[1])
+        key = func, _looks(args), *((name, _looks(value)) for name, value in given[1].items())
+        if key in self.known:
+            single, looks = self.known[key]
+            made = [torch.empty_strided(*look[2:], dtype=look[1], device=META) for look in looks]
+            return made[0] if single else tuple(made)
+        out = func(*args, **given[1])
+        single, found = isinstance(out, Tensor), tree_leaves(out)
+        if all(isinstance(tensor, Tensor) and _is_new(tensor, tensors) for tensor in found):
+            if len(self.known) >= MOST_REMEMBERED:
+                self.known.clear()
+            self.known[key] = single, [_looks(tensor) for tensor in found]
+        return out
+
+
+def _looks(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.device, value.dtype, value.shape, value.stride()
+    return tuple(map(_looks, value)) if isinstance(value, list | tuple) else (type(value), value)
+
+
+def _is_new(tensor: Tensor, inputs: list[Tensor]) -> bool:
+    """Whether a tensor fills a storage of its own, as `empty_strided` would make it."""
+    storage = tensor.untyped_storage()
+    if tensor.device != META or storage._cdata in {given.untyped_storage()._cdata for given in inputs}:
+        return False
+    plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    return tensor.storage_offset() == 0 and storage.nbytes() == plain.untyped_storage().nbytes()
+
+
+@dataclass
+class _Recorder(TorchDispatchMode):
+    """Notes when storages on the meta device come and go; those of parameters are known beforehand."""
+
+    parameters: list[Tensor]
+    events: list[Event] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in self.parameters}
+        self.alive: dict[int, int] = {}
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device == META:
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self.known or address in self.alive:
+            return
+        self.count += 1
+        self.alive[address] = self.count
+        part = "activations" if self.layers else "latents"
+        self.events.append(Event("alloc", self.count, storage.nbytes(), part, self.layers[-1] if self.layers else ""))
+        weakref.finalize(storage, self._gone, address)
+
+    def _gone(self, address: int) -> None:
+        self.events.append(Event("free", self.alive.pop(address)))
+
+    @contextmanager
+    def watching(self, model: nn.Module, units: list[nn.Module]) -> Iterator[None]:
+        """Note which layer of the model is at work, and when units begin and end."""
+        numbers = {id(module): number for number, module in enumerate(units)}
+
+        def enter(name: str, module: nn.Module) -> None:
+            self.layers.append(name)
+            if id(module) in numbers:
+                self.events.append(Event("enter", numbers[id(module)]))
+
+        def leave(module: nn.Module) -> None:
+            self.layers.pop()
+            if id(module) in numbers:
+                self.events.append(Event("leave", numbers[id(module)]))
+
+        hooks = []
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda m, _, name=name: enter(name, m)))
+            hooks.append(module.register_forward_hook(lambda m, *_: leave(m)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _FusedAttention(TorchFunctionMode):
+    """A fused kernel returns a tensor like the query and never holds the matrix of scores, as the meta device would."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return torch.empty_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _unit(name: str, parameters: list[Tensor]) -> Unit:
+    shapes = ((tensor.shape[0], tensor[:1].numel() * tensor.element_size()) for tensor in parameters)
+    return Unit(name, tuple(shapes))
+
+
+def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
+    """Have a UNet on the meta device compute what a member of a lockstep group does; axis -> what it says there."""
+    place = dict(zip(("cfg", "frames"), divmod(member, layout.frames), strict=True))
+    groups = {axis: Group(size, place[axis]) for axis in place if (size := getattr(layout, axis)) > 1}
+    parallelize.split_forward(unet, groups)
+    return groups
+
+
+def before_step(config: RunConfig, unet: Any, dtype: torch.dtype) -> tuple[Denoiser, Tensor]:
+    """What a step on the meta device starts from: the conditioning, in a denoiser, and latents."""
+    from vdpp_core import models
+    from vdpp_core.models.conditioning import Conditioning
+    from vdpp_core.models.denoising import Denoiser
+
+    told = Conditioning.empty(config, unet, max(1, len(config.samples(0))), META, dtype)
+    denoiser = Denoiser(config, unet, models.load_scheduler(config, torch.device("cpu")), told)
+    return denoiser, torch.empty(denoiser.latent_shape, device=META, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def step(config: RunConfig, dtype: torch.dtype) -> Trace:
+    """One denoising step of a rank: conditioning and latents first, then the engine's own `Trajectory.step`.
+
+    About a second for the published UNet. The run needs no weights; model svd needs no download either.
+    """
+    from vdpp_core import models
+    from vdpp_core.parallel.fsdp_units import units
+
+    unet = models.ready(config, models.on_meta(config, dtype))
+    rehearse(unet, config.layout)
+    pieces = [unet, *units(unet)]
+    recorder = _Recorder(list(unet.parameters()))
+    with torch.no_grad(), _FusedAttention(), Remembering(), recorder:
+        denoiser, latents = before_step(config, unet, dtype)
+        prelude = len(recorder.events)
+        with recorder.watching(unet, pieces):
+            denoiser.begin(0, 0).step(latents, 0)
+        events = tuple(recorder.events)  # what is freed hereafter is no part of the step
+    names = {id(module): name for name, module in unet.named_modules()}
+    own = {id(parameter) for piece in pieces[1:] for parameter in piece.parameters()}
+    root = _unit("", [parameter for parameter in unet.parameters() if id(parameter) not in own])
+    rest = [_unit(names[id(piece)], list(piece.parameters())) for piece in pieces[1:]]
+    return Trace(_unit("", list(unet.parameters())), (root, *rest), events, prelude)
+
+
+@functools.lru_cache(maxsize=64)
+def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
+    """The decoding of one sample, chunk by chunk, as in a run; of a very long one the beginning."""
+    from vdpp_core.models.decoding import decode  # takes seconds to import
+    from vdpp_core.models.svd import vae_on_meta
+
+    pipeline: Any = SimpleNamespace(vae=vae_on_meta(config, dtype))  # all that decode_latents asks for
+    vae = pipeline.vae
+    recorder = _Recorder(list(vae.parameters()))
+    batch, channels, frames, rows, columns = config.shape
+    frames = min(frames, MOST_CHUNKS * config.decode_chunk_size)
+    with torch.no_grad(), _FusedAttention(), Remembering(), recorder:
+        latents = torch.empty(batch, frames, channels, rows, columns, device=META, dtype=vae.dtype)
+        with recorder.watching(vae, []):
+            pixels = decode(pipeline, latents, frames, config.decode_chunk_size)
+        events = tuple(recorder.events)
+        del pixels
+    whole = _unit("", list(vae.parameters()))
+    return Trace(whole, (whole,), events)

@@ -1,0 +1,250 @@
+"""What a run's samples are made from: all that determines their bits, written down before the first one is made.
+
+origin.json in the run folder holds it, and each file of latents its digest. A run that is resumed is compared with it,
+so that samples of one folder are never made from different things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from vdpp_core.config import RunConfig, execution
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.runs.files import write_atomically
+
+FILE = "origin.json"
+UNKNOWN = "unknown"
+# Fields of RunConfig that no bit of the latents depends on. Any other counts, also one that is added later.
+WITHOUT_EFFECT = {
+    *("num_samples", "warmup_samples"),  # sample m depends on seed + m alone
+    *("stage_weights", "fsdp_same_sample", "fsdp_cpu_offload"),  # who computes what, and where parameters wait
+    *("memory_limit_gib", "timeout_s", "stall_steps"),
+    *("output_dir", "save_latents", "compare_official", "attention_slicing"),
+}
+OF_VIDEOS = {"decode_chunk_size"}
+# Fields of which only what comes of them counts: a shape, the content of files, the device that was there.
+BY_OUTCOME = {
+    *("latent_shape", "num_frames", "height", "width", "parallel", "backend"),
+    *("model", "model_id", "image", "device", "dtype", "threads"),
+}
+_LIBRARIES = ("torch", "diffusers")
+_RESTORE = "restore it, or start a new run"
+
+
+class Samples(BaseModel):
+    """What latents are made from.
+
+    settings: fields of RunConfig, and what comes of others
+    image:    SHA-256 of the file; None where the conditioning is synthetic
+    model:    of a folder the SHA-256 of each file that is read; of a hub model its revision
+    device, dtype, threads: of rank 0
+    image_path, source: what image and model are called, for messages; they may lie elsewhere later
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    settings: dict[str, Any]
+    image: str | None
+    model: dict[str, str]
+    device: str
+    dtype: str
+    threads: int
+    image_path: str | None
+    source: str
+
+
+class Origin(BaseModel):
+    """samples: what latents are made from; videos: what videos depend on beside them; versions of libraries."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    samples: Samples
+    videos: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Of what latents are made from; each file of them carries it. Fields of later versions do not change it."""
+        facts = json.dumps(self.samples.model_dump(mode="json", exclude_unset=True), sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def of(config: RunConfig, threads: int) -> Origin:
+    """What samples of this configuration would be made from here and now. Reads the image and the model's files.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    fields = config.model_dump(mode="json")
+    settings = {name: fields[name] for name in sorted(fields.keys() - WITHOUT_EFFECT - OF_VIDEOS - BY_OUTCOME)}
+    layout = config.layout
+    settings |= {"shape": list(config.shape), "backend": execution.backend(config)}
+    settings |= {"cfg": layout.cfg, "frames": layout.frames}  # of the axes those that reorder sums
+    samples = Samples(
+        settings=settings,
+        image=None if config.image_path is None else _digests([config.image_path])[0],
+        model=_model(config),
+        device=execution.device_type(config),
+        dtype=str(execution.dtype(config)).removeprefix("torch."),
+        threads=threads,
+        image_path=None if config.image_path is None else str(config.image_path),
+        source=config.source or config.model,
+    )
+    return Origin(samples=samples, videos=videos_of(config), versions={name: version(name) for name in _LIBRARIES})
+
+
+def videos_of(config: RunConfig) -> dict[str, Any]:
+    """What videos depend on beside their latents."""
+    return config.model_dump(mode="json", include=OF_VIDEOS)
+
+
+def read(folder: Path) -> Origin | None:
+    """The record of a run folder; None where there is none that is whole."""
+    try:
+        return Origin.model_validate_json((folder / FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def write(folder: Path, record: Origin) -> None:
+    write_atomically(folder / FILE, record.model_dump_json(indent=2, exclude_unset=True) + "\n")
+
+
+def begin(folder: Path, config: RunConfig, threads: int) -> Origin:
+    """Write down what the samples of a run are made from, unless an earlier attempt did; returns what is written.
+
+    Raises:
+        ConfigError: it is something else by now.
+    """
+    now, before = of(config, threads), read(folder)
+    if before is None:
+        write(folder, now)
+        return now
+    check(before, now, folder.name)
+    return before
+
+
+def follow(folder: Path, config: RunConfig, threads: int, record: Origin) -> None:
+    """Whether another machine makes its samples from what rank 0 does, whose record it then keeps in its folder, too.
+
+    Raises:
+        ConfigError: it would make them from something else.
+    """
+    check(record, of(config, threads), folder.name)
+    if read(folder) is None:
+        write(folder, record)
+
+
+def check(before: Origin, now: Origin, run: str) -> None:
+    """Whether samples would be made from the same settings and files.
+
+    Raises:
+        ConfigError: one line with the first difference.
+    """
+    if found := _difference(before.samples, now.samples):
+        raise ConfigError("run", run, found)
+
+
+def other_versions(before: Origin) -> list[str]:
+    """A line on each library that is another one by now: it may compute with other kernels, and the same numbers."""
+    now = {name: version(name) for name in _LIBRARIES}
+    return [
+        f"{name} was {was} when the first samples were made and is {now[name]} now: their last bits may differ"
+        for name, was in before.versions.items()
+        if now.get(name, was) != was
+    ]
+
+
+def other_videos(before: Origin, config: RunConfig) -> str | None:
+    """What is otherwise by now for videos, not for latents, in words."""
+    edited = _first_edited(before.videos, videos_of(config))
+    return "{} was {}, config.json now says {}".format(*edited) if edited else None
+
+
+def _first_edited(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """Name, earlier and present value of the first setting that differs; one that came later had its default."""
+    for name, value in now.items():
+        field = RunConfig.model_fields.get(name)
+        before = was.get(name, field.default if field else value)
+        if before != value:
+            return name, before, value
+    return None
+
+
+def _difference(was: Samples, now: Samples) -> str | None:
+    if edited := _first_edited(was.settings, now.settings):
+        return _edited(*edited)
+    if was.image != now.image:
+        if was.image is None or now.image is None:
+            return _edited("image", was.image_path, now.image_path)
+        return f"image {now.image_path} is another file than the one its samples were made from: {_RESTORE}"
+    return _other_model(was, now) if was.model != now.model else None
+
+
+def _edited(name: str, was: Any, now: Any) -> str:
+    return f"{name} was {was} when its samples were made, config.json now says {now}: {_RESTORE}"
+
+
+def _other_model(was: Samples, now: Samples) -> str:
+    if was.source != now.source:
+        return f"model was {was.source} when its samples were made, {now.source} is another one: {_RESTORE}"
+    name = min(name for name in was.model.keys() | now.model.keys() if was.model.get(name) != now.model.get(name))
+    if name == "revision" and name in was.model and name in now.model:
+        return f"model {was.source} was at revision {was.model[name]}, and is now at {now.model[name]}: {_RESTORE}"
+    how = "was added" if name not in was.model else "is missing" if name not in now.model else "was changed"
+    return f"{name} of the model {how} since its samples were made: {_RESTORE}"
+
+
+def _model(config: RunConfig) -> dict[str, str]:
+    if config.source is None:
+        return {"architecture": config.model}
+    folder = Path(config.source).expanduser()
+    if not folder.is_dir():
+        return {"revision": _revision(config.source)}
+    paths = list(_read_files(folder, config))
+    return dict(zip((path.relative_to(folder).as_posix() for path in paths), _digests(paths), strict=True))
+
+
+def _read_files(folder: Path, config: RunConfig) -> Iterable[Path]:
+    """The files that a run reads of a pipeline's folder; of two variants of weights the one nearer to its type."""
+    parts = ["scheduler", "unet"]
+    if config.image_path is not None:
+        parts += ["feature_extractor", "image_encoder", "vae"]
+        yield folder / "model_index.json"
+    for part in parts:
+        yield from sorted(folder.glob(f"{part}/*.json"))
+        weights = [] if config.random_weights else sorted(folder.glob(f"{part}/*.safetensors"))
+        half = [path for path in weights if ".fp16" in path.name]
+        full = [path for path in weights if path not in half]
+        yield from (full or half) if execution.dtype(config) == torch.float32 else (half or full)
+
+
+def _revision(repository: str) -> str:
+    """The commit of a hub model that is in the cache."""
+    import huggingface_hub as hub
+
+    path = hub.try_to_load_from_cache(repository, "unet/config.json")
+    return Path(path).parts[-3] if isinstance(path, str) else UNKNOWN
+
+
+def _digests(paths: list[Path]) -> list[str]:
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(digest, paths))
+    except OSError as error:
+        raise ConfigError(
+            "file", error.filename, f"must be read, samples are made from it ({error.strerror})"
+        ) from None

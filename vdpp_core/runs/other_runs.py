@@ -1,0 +1,53 @@
+"""Ranks of other runs that share cores with this one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import psutil
+
+from vdpp_core.config import RunConfig, execution
+
+
+def in_the_way(config: RunConfig, local_ranks: int) -> int:
+    """Ranks of other runs that a run on so many ranks of this machine takes turns with: none where there are cores for
+    all of them, or GPUs."""
+    if execution.device_type(config) != "cpu":
+        return 0
+    others = ranks_at_work()
+    return others if local_ranks * execution.threads(config, local_ranks) + others > execution.cores() else 0
+
+
+def ranks_of_other_runs(number: int) -> str:
+    return "1 rank of another run" if number == 1 else f"{number} ranks of other runs"
+
+
+def ranks_at_work() -> int:
+    """Ranks of other runs, of this user or another, that share cores with this process."""
+    ranks = (process for process in psutil.process_iter(["cmdline"]) if _is_rank(process.info["cmdline"] or []))
+    return sum(map(_is_in_company, ranks))
+
+
+def _is_in_company(process: psutil.Process) -> bool:
+    """Whether a rank belongs to another run than this process and may use a core that this one may use."""
+    try:
+        if process.pid == os.getpid() or not execution.cores_of(psutil.Process()) & execution.cores_of(process):
+            return False
+        meeting = _meeting_place(os.environ)
+        return meeting is None or _meeting_place(process.environ()) != meeting
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True  # another user's
+
+
+def _meeting_place(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """What the ranks of one run, and no others, have in common; None outside of torchrun."""
+    found = tuple(environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+    return found if environment.get("MASTER_PORT") else None
+
+
+def _is_rank(command: list[str]) -> bool:
+    """Whether a process is one, and not the torchrun that started it, which also has its command among its words."""
+    return "-m" in command and command[command.index("-m") + 1 :][:1] == ["vdpp_core"]

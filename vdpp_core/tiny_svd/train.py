@@ -1,0 +1,265 @@
+"""Trains the tiny Stable Video Diffusion that the package carries, from clips that it draws itself; see TRAINING.md.
+
+Run: python -m vdpp_core.tiny_svd.train FOLDER [--small]      (the same command goes on where it was interrupted)
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from diffusers import AutoencoderKLTemporalDecoder, StableVideoDiffusionPipeline
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
+
+from vdpp_core.models.published import PUBLISHED_SCHEDULER
+from vdpp_core.plots import video_quality
+from vdpp_core.runs import machine
+from vdpp_core.tiny_svd import model
+from vdpp_core.tiny_svd.clips import FRAMES, SIZE, scenes, to_image
+
+CHECKPOINT_EVERY_S = 120
+LOG_EVERY = 50
+BATCH = 8
+CROP = 32
+CONDITIONING_DROPOUT = 0.1
+
+
+@dataclass(frozen=True)
+class Setting:
+    vae_iterations: int
+    unet_iterations: int
+    pool: int  # clips that the UNet draws its batches from; one is replaced in every second iteration
+
+
+LONG = Setting(vae_iterations=2400, unet_iterations=1800, pool=1024)
+SMALL = Setting(vae_iterations=200, unet_iterations=200, pool=64)
+
+
+class Training:
+    """One network's training: warm-up and cosine, clipped gradients, averaged weights, checkpoints, a log.
+
+    An interrupted training goes on from its last checkpoint as if nothing had happened: the generator is in it, too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: nn.Module,
+        folder: Path,
+        iterations: int,
+        learning_rate: float,
+        memory: dict[str, Tensor] | None = None,
+    ) -> None:
+        self.name, self.network, self.iterations, self.memory = name, network, iterations, memory or {}
+        self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, learning_rate, betas=(0.9, 0.99), weight_decay=1e-3)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        self.average = EMAModel(self.parameters, decay=0.998, use_ema_warmup=True, power=0.75)
+        self.checkpoint, self.log = folder / f"{name}.pt", folder / f"{name}.csv"
+        self.iteration, self.seconds = 0, 0.0
+        self.lines: list[list[float | str]] = []
+        if self.checkpoint.exists():
+            self._resume()
+
+    def _rate(self, iteration: int) -> float:
+        cosine = (1 + math.cos(math.pi * iteration / self.iterations)) / 2
+        return min(1.0, (iteration + 1) / 100) * max(0.01, cosine)
+
+    def run(self, loss_of_a_batch: Callable[[], tuple[Tensor, float]]) -> None:
+        """Train to the end; `loss_of_a_batch` returns the loss and the figure to be logged beside it."""
+        saved = time.perf_counter()
+        losses: list[float] = []
+        figures: list[float] = []
+        while self.iteration < self.iterations:
+            started = time.perf_counter()
+            loss, figure = loss_of_a_batch()
+            self.optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.average.step(self.parameters)
+            self.iteration += 1
+            self.seconds += time.perf_counter() - started
+            losses.append(loss.item())
+            figures.append(figure)
+            if self.iteration % LOG_EVERY == 0 or self.iteration == self.iterations:
+                self._report(sum(losses) / len(losses), sum(figures) / len(figures))
+                losses, figures = [], []
+                if time.perf_counter() - saved > CHECKPOINT_EVERY_S or self.iteration == self.iterations:
+                    self._save()
+                    saved = time.perf_counter()
+        self.average.copy_to(self.parameters)
+        self.network.eval().requires_grad_(False)
+
+    def _report(self, loss: float, figure: float) -> None:
+        self.lines.append([self.iteration, round(self.seconds), f"{loss:.5f}", f"{figure:.3f}"])
+        print(
+            f"{self.name} {self.iteration}/{self.iterations}, {self.seconds:.0f} s: loss {loss:.4f}, {figure:.2f}",
+            flush=True,
+        )
+
+    def _save(self) -> None:
+        state = {
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "average": self.average.state_dict(),
+            "generator": torch.get_rng_state(),
+            "memory": self.memory,
+            "progress": [self.iteration, self.seconds, self.lines],
+        }
+        unfinished = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, unfinished)
+        unfinished.replace(self.checkpoint)
+        with self.log.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([["iteration", "seconds", "loss", "figure"], *self.lines])
+
+    def _resume(self) -> None:
+        state = torch.load(self.checkpoint, weights_only=True)
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.average.load_state_dict(state["average"])
+        torch.set_rng_state(state["generator"])
+        for name, tensor in self.memory.items():
+            tensor.copy_(state["memory"][name])
+        self.iteration, self.seconds, self.lines = state["progress"]
+
+
+def train_vae(folder: Path, setting: Setting) -> AutoencoderKLTemporalDecoder:
+    """First on crops, which are cheap, then on whole frames, half of them four in a row for the temporal layers."""
+    torch.manual_seed(1)
+    vae = model.vae()
+
+    def batch() -> tuple[Tensor, float]:
+        cropped = training.iteration < 0.6 * setting.vae_iterations
+        frames = 1 if cropped else (1, 4)[int(torch.randint(2, ()))]
+        first = int(torch.randint(FRAMES, ()))
+        pixels = scenes(BATCH // frames).draw(first + frames)[:, first:].flatten(0, 1) * 2 - 1
+        if cropped:
+            top, left = torch.randint(SIZE - CROP + 1, (2,)).tolist()
+            pixels = pixels[..., top : top + CROP, left : left + CROP]
+        posterior = vae.encode(pixels).latent_dist
+        error = vae.decode(posterior.sample(), num_frames=frames).sample - pixels
+        loss = error.square().mean() + 0.2 * error.abs().mean() + 1e-6 * posterior.kl().mean()
+        return loss, -10 * math.log10(error.square().mean().item() / 4)
+
+    training = Training("vae", vae, folder, setting.vae_iterations, 2e-3)
+    training.run(batch)
+    return vae
+
+
+@dataclass
+class Pool:
+    """Encoded clips that the UNet draws its batches from; clips come and go, so that few are seen twice.
+
+    latents (N, frames, 4, 8, 8), image_latents (N, 4, 8, 8), image_embeddings (N, 1, 32), told (N, 3)
+    """
+
+    latents: Tensor
+    image_latents: Tensor
+    image_embeddings: Tensor
+    told: Tensor
+
+    @classmethod
+    def empty(cls, size: int) -> Pool:
+        return cls(
+            torch.empty(size, FRAMES, 4, 8, 8),
+            torch.empty(size, 4, 8, 8),
+            torch.empty(size, 1, 32),
+            torch.empty(size, 3),
+        )
+
+    @torch.no_grad()
+    def put(self, index: int, pipeline: StableVideoDiffusionPipeline) -> None:
+        """Draw a clip and encode it as the official pipeline does; its frame rate means nothing."""
+        clip = scenes(1)
+        frames = clip.draw()[0]
+        strength = 0.1 * torch.rand(()).item()
+        noisy = frames[:1] * 2 - 1 + strength * torch.randn_like(frames[:1])
+        self.latents[index] = pipeline.vae.encode(frames * 2 - 1).latent_dist.mode()
+        self.image_latents[index] = pipeline._encode_vae_image(noisy, "cpu", 1, False)[0]
+        self.image_embeddings[index] = pipeline._encode_image([to_image(frames[0])], "cpu", 1, False)[0]
+        self.told[index] = torch.tensor([torch.randint(31, ()).item(), clip.motion_buckets.item(), strength])
+
+
+def train_unet(folder: Path, setting: Setting, vae: AutoencoderKLTemporalDecoder) -> StableVideoDiffusionPipeline:
+    """EDM training with SVD's preconditioning: the squared error of the v-prediction, which is the squared error of the
+    denoised latents weighted with (σ² + 1)/σ². σ is log-normal, and one in eight uniform in log σ over the schedule.
+    """
+    torch.manual_seed(2)
+    unet, pool = model.unet(), Pool.empty(setting.pool)
+    pipeline = model.assemble(vae, model.image_encoder(), unet)
+    scaling_factor = torch.zeros(())
+    memory = vars(pool) | {"scaling_factor": scaling_factor}
+    training = Training("unet", unet, folder, setting.unet_iterations, 8e-4, memory)
+    if not training.iteration:
+        for index in range(setting.pool):
+            pool.put(index, pipeline)
+        scaling_factor.copy_(1 / pool.latents.std())
+    vae.register_to_config(scaling_factor=scaling_factor.item())
+
+    def batch() -> tuple[Tensor, float]:
+        if training.iteration % 2:
+            pool.put(training.iteration // 2 % setting.pool, pipeline)
+        chosen = torch.randint(setting.pool, (BATCH,))
+        kept = (torch.rand(BATCH) > CONDITIONING_DROPOUT).float().view(-1, 1, 1, 1, 1)
+        sigmas = _sigmas()
+        sigma = sigmas.view(-1, 1, 1, 1, 1)
+        clean = pool.latents[chosen] * scaling_factor
+        noisy = clean + sigma * torch.randn_like(clean)
+        image_latents = (pool.image_latents[chosen][:, None] * kept).expand_as(clean)
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
+            prediction = unet(
+                torch.cat([noisy / (sigma**2 + 1).sqrt(), image_latents], dim=2),
+                sigmas.log() / 4,
+                encoder_hidden_states=pool.image_embeddings[chosen] * kept[..., 0, 0],
+                added_time_ids=pool.told[chosen],
+                return_dict=False,
+            )[0]
+        prediction = prediction.float()
+        denoised = noisy / (sigma**2 + 1) - prediction * sigma / (sigma**2 + 1).sqrt()
+        errors = ((denoised - clean) ** 2).mean(dim=(1, 2, 3, 4))
+        return (errors * (sigmas**2 + 1) / sigmas**2).mean(), errors.mean().sqrt().item()
+
+    training.run(batch)
+    return pipeline
+
+
+def _sigmas() -> Tensor:
+    """One from each eighth of the distribution, so that batches differ less."""
+    shares = (torch.arange(BATCH) + torch.rand(BATCH)) / BATCH
+    sigmas = (0.7 + 1.6 * torch.special.ndtri(shares)).exp()
+    low, high = PUBLISHED_SCHEDULER["sigma_min"], PUBLISHED_SCHEDULER["sigma_max"]
+    sigmas[torch.randint(BATCH, ())] = low * (high / low) ** torch.rand(()).item()
+    return sigmas.clamp(low, high)
+
+
+def train(folder: Path, setting: Setting) -> None:
+    """Train what is not trained yet; write the pipeline to folder/tiny-svd and the logs' picture beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vae = train_vae(folder, setting)
+    model.save(train_unet(folder, setting, vae), folder / "tiny-svd")
+    vae_log, unet_log = (pd.read_csv(folder / f"{name}.csv") for name in ("vae", "unet"))
+    minutes = (vae_log.seconds.iloc[-1] + unet_log.seconds.iloc[-1]) / 60
+    reached = f"VAE {vae_log.figure.iloc[-1]:.1f} dB, UNet loss {unet_log['loss'].iloc[-1]:.2f}"
+    title = f"{minutes:.0f} minutes of training: {reached}"
+    figure = video_quality.training(vae_log, unet_log, title, machine.hardware_name(machine.hardware()))
+    figure.savefig(folder / "training.png")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--small", action="store_true", help="some minutes instead of two hours, to see that it works")
+    arguments = parser.parse_args()
+    train(arguments.folder, SMALL if arguments.small else LONG)
