@@ -18,8 +18,6 @@ from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.run import MODELS
 from vdpp_core.runs import events, processes, runfolder, saved_latents
 
-pytestmark = pytest.mark.alone
-
 LONG = {
     "parallel": Parallel(pp=2),
     "total_steps": 8,

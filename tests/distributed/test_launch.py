@@ -21,8 +21,6 @@ from tests.patience import FairClock, result_of
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.runs import runfolder, saved_latents
 
-pytestmark = pytest.mark.alone
-
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 LONG = RunConfig(num_samples=500, total_steps=20, num_frames=4, save_latents=True, threads=1)
 SHORT = RunConfig(model="dummy", total_steps=4, num_samples=3, latent_shape=(1, 4, 2, 8, 8), device="cpu")
