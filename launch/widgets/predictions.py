@@ -8,8 +8,9 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.engine import checks
 from vdpp_core.parallel import devices
 from vdpp_core.predict import memory, rates
@@ -33,9 +34,9 @@ class Foreteller:
             ConfigError: one line on what cannot be on this machine.
         """
         ranks = config.layout.world_size
-        checks.check(config, ranks)
-        warnings = memory.before_start(config, ranks)
-        room, there = self.counted.room(config), devices.capacity(config, ranks) + memory.outside_a_limit(config)
+        execution = checks.check(config, ranks)
+        warnings = memory.before_start(config, execution)
+        room, there = self.counted.room(config), devices.capacity(config, execution) + memory.outside_a_limit(config)
         batch, _, frames, rows, columns = config.shape
         facts = {
             "layout": f"{config.layout}" + f" on {ranks} ranks" * (ranks > 1),
@@ -69,15 +70,15 @@ class Foreteller:
         for folder, _ in sorted(alike, key=lambda found: found[1].shape != config.shape):
             with contextlib.suppress(ConfigError):
                 return rates.from_run(folder)
-        if config.model == "svd" and execution.device_type(config) == "cuda":
+        if config.model == "svd" and resolve(config).device_type == "cuda":
             return rates.published(rates.nearest_row(config))
         return None
 
     def _setting(self, config: RunConfig) -> str:
         """What `rates.setting_of` will say of a run that has not started."""
-        threads = execution.threads(config, config.layout.world_size)
-        facts = {"device": execution.device_type(config), "dtype": str(execution.dtype(config)).removeprefix("torch.")}
-        return rates.setting_of(config, facts | {"threads_per_rank": [threads], "hardware": self.hardware})
+        execution = resolve(config, config.layout.world_size)
+        facts = {"device": execution.device_type, "dtype": execution.dtype_name}
+        return rates.setting_of(config, facts | {"threads_per_rank": [execution.threads], "hardware": self.hardware})
 
     def _finished(self, folder: Path, wanted: str) -> RunConfig | None:
         """A run's configuration, if it finished in the wanted setting with ranks that do not wait within a step."""

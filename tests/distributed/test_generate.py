@@ -14,7 +14,7 @@ from PIL import Image
 from tests.patience import exit_code
 from vdpp_core import RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import execution
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import media, worker
 from vdpp_core.engine.videos import Official
@@ -68,7 +68,7 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
         "max_frame_difference": 0,
     }
     cpu, sample = torch.device("cpu"), config.num_samples - 1  # and once more, from the latents of the run
-    dtype, steps = execution.dtype(config), list[int]()
+    dtype, steps = resolve(config).dtype, list[int]()
     latents, frames = Official(config, cpu, dtype).generate(sample, steps.append)
     ours = saved_latents.load_latents(folder, sample).transpose(1, 2)
     assert torch.equal(ours, latents)

@@ -10,7 +10,7 @@ import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import execution
+from vdpp_core.config.execution import resolve
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import costs, memory, planner, rates, schedule
 from vdpp_core.predict.costs import Cost
@@ -253,4 +253,4 @@ def test_parameters_larger_than_the_capacity_can_be_shared():
     with pytest.raises(ConfigError, match="capacity_gib"):
         advise(config, 2, "memory", CARD, whole / 2, figures=Simple())
     assert len(advise(config, 2, "memory", CARD, whole / 2 * 1.01, figures=Simple()))
-    assert execution.element_size(config) == 2
+    assert resolve(config).element_size == 2

@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 
 from vdpp_core.cli import command_line
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import AXES
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import accuracy, memory, planner, rates, schedule
@@ -93,8 +94,9 @@ def config_of(arguments: argparse.Namespace, ranks: int, device: str = "cuda") -
     arguments.device, arguments.command = device if arguments.device is None else arguments.device, None
     arguments.random_weights = None if arguments.model == "dummy" else True
     config = command_line.run_config(arguments, ranks)
-    checkpoint.check_guidance(config)
-    checkpoint.check_model(config)
+    execution = resolve(config)
+    checkpoint.check_guidance(config, execution)
+    checkpoint.check_model(config, execution)
     return config
 
 
@@ -124,7 +126,7 @@ def show_memory(arguments: argparse.Namespace) -> None:
 def _what(config: RunConfig) -> str:
     batch, _, frames, rows, columns = config.shape
     latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
-    return f"latents {latents}, {str(execution.dtype(config)).removeprefix('torch.')}"
+    return f"latents {latents}, {resolve(config).dtype_name}"
 
 
 def _print_verdict(facts: dict[str, Any], chunk: int) -> None:
@@ -155,7 +157,7 @@ def show_plan(arguments: argparse.Namespace) -> None:
         raise ConfigError("tflops", arguments.tflops, "not with calibrate, which measures it")
     measured = rates.finished(folder)[1] if folder is not None else None
     config = config_of(arguments, 1, str(measured["device"]).partition(":")[0] if measured else "cuda")
-    if folder is None and arguments.tflops is None and execution.device_type(config) != "cuda":
+    if folder is None and arguments.tflops is None and resolve(config).device_type != "cuda":
         allowed = "needs --calibrate RUN or --tflops: what is published was measured on GPUs"
         raise ConfigError("device", config.device, allowed)
     arrivals = _arrivals(config, arguments.every_s, arguments.poisson)
@@ -212,8 +214,12 @@ def _rates(arguments: argparse.Namespace, config: RunConfig, folder: Path | None
         known = rates.published(row, link)
         return known.checked(accuracy.against_published(known))
     known, ran = rates.from_run(folder, link), RunConfig.read(folder)
-    planned = (config.source or config.model, execution.device_type(config), execution.dtype(config))
-    if planned != (ran.source or ran.model, execution.device_type(ran), execution.dtype(ran)):
+    planned, measured = resolve(config), resolve(ran)
+    if (config.source or config.model, planned.device_type, planned.dtype) != (
+        ran.source or ran.model,
+        measured.device_type,
+        measured.dtype,
+    ):
         command_line.warn([f"{known.setting}: that is what was measured, and another model, device or type is planned"])
     beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
     return known.checked(accuracy.against_runs([folder, *beside], known))

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.runs import files
 
@@ -33,7 +34,7 @@ def opened(layout: Parallel, rank: int) -> int:
 def most(config: RunConfig) -> int:
     """The most that any rank of a run opens; none without NCCL."""
     layout = config.parallel or Parallel()
-    if execution.backend(config) != "nccl":
+    if resolve(config).backend != "nccl":
         return 0
     return max(opened(layout, layout.rank(0, stage)) for stage in range(layout.pp))
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.predict import costs, memory, replay
 from vdpp_core.predict.costs import Cost
@@ -86,7 +87,7 @@ class Estimated:
         sent = {kind: int(videos / batch * size) for kind, size in _sent(config).items()}
         meetings = costs.passes(config) * self.meetings if layout.frames > 1 else 0
         if layout.cfg == 2:
-            sent["guidance"] = math.prod(config.shape) * execution.element_size(config)
+            sent["guidance"] = math.prod(config.shape) * resolve(config).element_size
             meetings += 1
         return Cost(int(flops), sent, meetings, *costs.gathering(config))
 

@@ -10,8 +10,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
 from vdpp_core.parallel import devices
@@ -76,7 +77,7 @@ def fit(config: RunConfig, capacity: float) -> Fit:
     A GPU: the caching allocator's decisions one by one, fragmentation included, in what `outside` leaves of it.
     A CPU: the peak times CPU_ALLOWANCE, and CPU_CONSTANT.
     """
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return Fit(needed(config) <= capacity)
     try:
         for phase in _phases(config):
@@ -88,14 +89,14 @@ def fit(config: RunConfig, capacity: float) -> Fit:
 
 def needed(config: RunConfig) -> int:
     """The smallest device in which `fit` finds room, in bytes."""
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return int(max(peak(*phase).total for phase in _phases(config)) * CPU_ALLOWANCE + CPU_CONSTANT)
     return max(room_needed(*phase) for phase in _phases(config)) + outside(config)
 
 
 def outside(config: RunConfig) -> int:
     """Bytes of a GPU that the rank with most communicators takes outside PyTorch's allocator; 0 on a CPU."""
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return 0
     gib_each, _ = communicators.gib_each()
     return int((CONTEXT_GIB + communicators.most(config) * gib_each) * GIB)
@@ -104,7 +105,7 @@ def outside(config: RunConfig) -> int:
 def outside_a_limit(config: RunConfig) -> int:
     """Bytes by which the device that a run's memory limit plays is larger than it: on CUDA it is the allocator's."""
     limited = config.memory_limit_gib is not None
-    return outside(config) if limited and execution.device_type(config) == "cuda" else 0
+    return outside(config) if limited and resolve(config).device_type == "cuda" else 0
 
 
 def device_gib(config: RunConfig, capacity_gib: float | None) -> float | None:
@@ -122,7 +123,7 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     """
     if capacity_gib is not None:
         check_capacity(capacity_gib)
-    checkpoint.check_model(config)
+    checkpoint.check_model(config, resolve(config))
     expected, decoding = predict(config), predict_decoding(config)
     opened, (gib_each, known) = communicators.most(config), communicators.gib_each()
     facts: dict[str, Any] = {
@@ -168,7 +169,7 @@ def _chunk_that_fits(config: RunConfig, capacity: float) -> int | None:
 
 
 def _allowed_for_decoding(config: RunConfig, capacity: float) -> float:
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return (capacity - CPU_CONSTANT) / CPU_ALLOWANCE
     return capacity - outside(config)
 
@@ -260,15 +261,13 @@ def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
 
 def _decoding(config: RunConfig) -> trace.Trace:
     with countable(config):
-        return trace.decoding(
-            alike(config).replace(decode_chunk_size=config.decode_chunk_size), execution.dtype(config)
-        )
+        return trace.decoding(alike(config).replace(decode_chunk_size=config.decode_chunk_size), resolve(config).dtype)
 
 
 def trace_of(config: RunConfig) -> trace.Trace:
     """What a rank allocates in a step. ConfigError: a video too large for the meta device."""
     with countable(config):
-        return trace.step(alike(config), execution.dtype(config))
+        return trace.step(alike(config), resolve(config).dtype)
 
 
 @contextmanager
@@ -293,8 +292,8 @@ def alike(config: RunConfig) -> RunConfig:
     )
 
 
-def before_start(config: RunConfig, local_ranks: int) -> list[str]:
-    """What is to be said before a run starts on so many ranks of this machine.
+def before_start(config: RunConfig, execution: Execution) -> list[str]:
+    """What is to be said before a run starts on this machine.
 
     Raises:
         ConfigError: its memory limit is below the parameters.
@@ -302,7 +301,7 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     found, layout = [], config.layout
     if layout.fsdp and layout.shards == 1:
         found.append("fsdp with one rank a stage saves nothing: it has nobody to share the parameters with")
-    capacity, limited = devices.capacity(config, local_ranks), config.memory_limit_gib is not None
+    capacity, limited = devices.capacity(config, execution), config.memory_limit_gib is not None
     if not limited and _at_most(config) + outside(config) < capacity:
         return found
     if limited and (parameters := predict(config).parameters) > capacity:

@@ -13,8 +13,9 @@ import pandas as pd
 from numpy.typing import ArrayLike
 from tqdm import tqdm
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import costs, memory, rates
@@ -84,9 +85,7 @@ class Counted:
             self.rooms[key] = Room(memory.predict(one).total, memory.needed(one) - memory.outside(one))
         batch, channels, _, rows, columns = config.shape
         halves = 2 if config.guidance_scale > 1 else 1
-        more = (
-            (len(config.samples(0)) - 1) * halves * batch * channels * rows * columns * execution.element_size(config)
-        )
+        more = (len(config.samples(0)) - 1) * halves * batch * channels * rows * columns * resolve(config).element_size
         return Room(self.rooms[key].peak + more, self.rooms[key].needed + more + memory.outside(config))
 
 

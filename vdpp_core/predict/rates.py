@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import costs, schedule
@@ -137,7 +138,7 @@ def shared(config: RunConfig, rates: Rates) -> Rates:
 
 def hop_s(config: RunConfig, rates: Rates) -> float:
     """Seconds in which the latents of a sample go from stage to stage."""
-    return rates.link.seconds(math.prod(config.shape) * execution.element_size(config))
+    return rates.link.seconds(math.prod(config.shape) * resolve(config).element_size)
 
 
 def predict(config: RunConfig, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
@@ -176,7 +177,7 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     config, result = finished(folder, though_disturbed)
     if not is_plain(config.layout):
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
-    checkpoint.check_model(config)
+    checkpoint.check_model(config, resolve(config))
     on_cpu = result["device"] == "cpu"
     events = runfolder.read_events(folder)
     spans = results.measured_spans(events)
