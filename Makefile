@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv/bin
 READY := .venv/ready
 
-.PHONY: report test test-all lab lint benchmark gpu-check
+.PHONY: report figures test test-all lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
+
+figures: $(READY) ## the same, and replace the pictures in figures/ that the README shows
+	$(VENV)/python -m launch report --update-figures
 
 test: $(READY) ## unit tests; notebook, browser and distributed tests, three files at a time; what needs quiet
 	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile tests/unit
