@@ -91,7 +91,9 @@ def save_outputs(book: Any, stem: str, folder: Path) -> tuple[list[list[str]], l
     Returns:
         The figures' paths in the folder, one list for each figure, and the tables' paths.
     """
-    book, figures, tables = copy.deepcopy(book), [], []
+    book = copy.deepcopy(book)
+    figures: list[list[str]] = []
+    tables: list[str] = []
     for number, cell in enumerate(code_cells(book), start=1):
         shown = [out for out in cell.get("outputs", []) if "data" in out]
         tags = _figure_names(cell)
