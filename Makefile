@@ -6,10 +6,13 @@ UNIT := OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile
 RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 WITH_RANKS := tests/notebooks tests/distributed/test_survival.py tests/browser tests/distributed # the longest files first
 
-.PHONY: report test test-all lab lint benchmark gpu-check
+.PHONY: report figures test test-all lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
+
+figures: $(READY) ## the same, and replace the pictures in figures/ that the README shows
+	$(VENV)/python -m launch report --update-figures
 
 test: $(READY) ## what shows that a change is right, in minutes: all but the tests marked "again"
 	$(UNIT) -m "not again" tests/unit

@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     reporting.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of those notebooks that have it"
     )
+    reporting.add_argument("--update-figures", action="store_true", help="replace the pictures in figures/ as well")
     stopping = action("stop", _stop, "end a run or a sweep; finished samples stay")
     stopping.add_argument("run")
     return parser
@@ -268,7 +269,8 @@ def _trace(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     from launch.report.execute import report
 
-    if any(book.error for book in report(arguments.notebooks, arguments.set)):
+    done = report(arguments.notebooks, arguments.set, update_figures=arguments.update_figures)
+    if any(book.error for book in done):
         raise SystemExit(1)
 
 

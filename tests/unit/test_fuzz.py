@@ -65,7 +65,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not (tmp_path / "bad").exists()
 
 
-def chosen_and_assigned(names: list[str], assignments: list[str]) -> list[Any]:
+def chosen_and_assigned(names: list[str], assignments: list[str], update_figures: bool) -> list[Any]:
     """What a report does before it executes anything."""
     books = {path.stem: parameters.read(path) for path in parameters.choose(names, PROJECT / "notebooks")}
     parameters.assign(parameters.parse(assignments), books)
