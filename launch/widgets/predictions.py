@@ -13,7 +13,7 @@ from vdpp_core.config.errors import ConfigError
 from vdpp_core.engine import checks
 from vdpp_core.parallel import devices
 from vdpp_core.predict import memory, rates
-from vdpp_core.predict.planner import Counted
+from vdpp_core.predict.predictor import Predictor
 from vdpp_core.predict.rates import Rates
 from vdpp_core.runs import machine
 
@@ -22,7 +22,7 @@ class Foreteller:
     """Counts on the meta device, and remembers what it counted: only a new kind of video or split takes a second."""
 
     def __init__(self) -> None:
-        self.counted = Counted()
+        self.predictor = Predictor()
         self.hardware = machine.hardware()
         self.finished: dict[Path, tuple[str, RunConfig] | None] = {}  # what it ran in, and as
 
@@ -35,7 +35,7 @@ class Foreteller:
         ranks = config.layout.world_size
         checks.check(config, ranks)
         warnings = memory.before_start(config, ranks)
-        room, there = self.counted.room(config), devices.capacity(config, ranks) + memory.outside_a_limit(config)
+        room, there = self.predictor.room(config), devices.capacity(config, ranks) + memory.outside_a_limit(config)
         batch, _, frames, rows, columns = config.shape
         facts = {
             "layout": f"{config.layout}" + f" on {ranks} ranks" * (ranks > 1),
@@ -47,7 +47,7 @@ class Foreteller:
         known = self._rates(config, runs)
         source = "no run here tells the seconds of this model, device, type and number of threads yet"
         if known is not None:
-            numbers = rates.foretold(config, self.counted.cost(config), known).numbers()
+            numbers = rates.foretold(config, self.predictor.cost(config), known).numbers()
             facts |= {
                 "makespan": f"{numbers['makespan_s']:.3g} s",
                 "latency of a sample": f"{fmean(numbers['latency_s']):.3g} s",
