@@ -14,7 +14,7 @@ from vdpp_core.config.execution import resolve
 from vdpp_core.engine import checks
 from vdpp_core.parallel import devices
 from vdpp_core.predict import memory, rates
-from vdpp_core.predict.planner import Counted
+from vdpp_core.predict.predictor import Predictor
 from vdpp_core.predict.rates import Rates
 from vdpp_core.runs import machine
 
@@ -23,7 +23,7 @@ class Predictions:
     """Predictions counted on the meta device. Counts are kept: only a new video size or layout takes a second."""
 
     def __init__(self) -> None:
-        self.counted = Counted()
+        self.predictor = Predictor()
         self.hardware = machine.hardware()
         self.finished: dict[Path, tuple[str, RunConfig] | None] = {}  # setting and configuration
 
@@ -39,7 +39,8 @@ class Predictions:
         ranks = config.layout.world_size
         execution = checks.check(config, ranks)
         warnings = memory.before_start(config, execution)
-        room, available = self.counted.room(config), devices.capacity(config, execution) + memory.outside_a_limit(config)
+        beside = memory.outside_a_limit(config)
+        room, available = self.predictor.room(config), devices.capacity(config, execution) + beside
         batch, _, frames, rows, columns = config.shape
         facts = {
             "layout": f"{config.layout}" + f" on {ranks} ranks" * (ranks > 1),
@@ -51,7 +52,7 @@ class Predictions:
         known = self._rates(config, runs)
         source = "No times yet: no finished run here has this model, device, dtype and number of threads."
         if known is not None:
-            numbers = rates.foretold(config, self.counted.cost(config), known).numbers()
+            numbers = rates.foretold(config, self.predictor.cost(config), known).numbers()
             facts |= {
                 "makespan": f"{numbers['makespan_s']:.3g} s",
                 "latency": f"{fmean(numbers['latency_s']):.3g} s",

@@ -14,14 +14,15 @@ from vdpp_core.config.execution import resolve
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import costs, memory, planner, rates, schedule
 from vdpp_core.predict.costs import Cost
-from vdpp_core.predict.planner import Counted, Room, advise
+from vdpp_core.predict.planner import advise
+from vdpp_core.predict.predictor import Predictor, Room
 from vdpp_core.predict.rates import Link, Rates
 
 SVD = RunConfig(model="svd", random_weights=True, device="cuda", dtype="fp16", latent_shape=(1, 4, 25, 160, 288))
 CARD = Rates(1e12, Link(1e9), "made up")
 
 
-class Simple:
+class Simple(Predictor):
     """4 GiB of parameters, 20 of activations a pass, 1e12 operations a pass, 1 MB and two meetings a step."""
 
     def cost(self, config):
@@ -41,7 +42,7 @@ class Simple:
 
 
 def simple(goal, gpus=4, config=SVD, capacity_gib=None, **more):
-    return advise(config, gpus, goal, CARD, capacity_gib, figures=Simple(), **more)
+    return advise(config, gpus, goal, CARD, capacity_gib, predictor=Simple(), **more)
 
 
 def row(table: pd.DataFrame, layout: str):
@@ -117,7 +118,7 @@ def test_what_does_not_fit_falls_out_with_its_reason():
 
 def test_layouts_that_cannot_be_say_why():
     dummy = RunConfig(model="dummy", device="cpu", total_steps=3, latent_shape=(1, 4, 2, 8, 8), guidance_scale=1)
-    table = advise(dummy, 4, "throughput", CARD, figures=Simple())
+    table = advise(dummy, 4, "throughput", CARD, predictor=Simple())
     assert row(table, "pp 4")["reason"] == "pp 4: must be at most total_steps, 3"
     assert "buys nothing without guidance" in row(table, "cfg 2")["reason"]
     assert "only a spatio-temporal UNet" in row(table, "frames 2")["reason"]
@@ -140,10 +141,10 @@ def test_arrivals_are_waited_for():
 @pytest.mark.parametrize("layout", [Parallel(), Parallel(dp=2, fsdp=True), Parallel(cfg=2, frames=2)])
 def test_counted_for_one_sample_it_is_as_counted_for_all(layout):
     config = RunConfig(device="cuda", num_samples=9, latent_shape=(1, 4, 6, 24, 24), parallel=layout)
-    room = Counted().room(config)
+    room = Predictor().room(config)
     assert room.peak == pytest.approx(memory.predict(config).total, rel=1e-3)
     assert room.needed == pytest.approx(memory.needed(config), abs=32 * 2**20)
-    assert Counted().cost(config) == costs.cost(config)
+    assert Predictor().cost(config) == costs.cost(config)
 
 
 def test_the_documents_hardest_video_on_seven_cards_is_soonest_by_frames():
@@ -251,6 +252,6 @@ def test_parameters_larger_than_the_capacity_can_be_shared():
     config = RunConfig(device="cuda", dtype="fp16")
     whole = costs.parameters(config) / GIB
     with pytest.raises(ConfigError, match="capacity_gib"):
-        advise(config, 2, "memory", CARD, whole / 2, figures=Simple())
-    assert len(advise(config, 2, "memory", CARD, whole / 2 * 1.01, figures=Simple()))
+        advise(config, 2, "memory", CARD, whole / 2, predictor=Simple())
+    assert len(advise(config, 2, "memory", CARD, whole / 2 * 1.01, predictor=Simple()))
     assert resolve(config).element_size == 2

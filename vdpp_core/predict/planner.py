@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import costs, memory, rates
 from vdpp_core.predict.costs import Cost
+from vdpp_core.predict.predictor import Predictor, Room
 from vdpp_core.predict.rates import Rates
 from vdpp_core.predict.schedule import Schedule
 from vdpp_core.runs.metrics import Span
@@ -53,42 +53,6 @@ NUMBERS = [
 MODES = get_args(RunConfig.model_fields["guidance_mode"].annotation)
 
 
-class Room(NamedTuple):
-    """Bytes of a rank: the peak of what it allocates, and the smallest device in which that finds room."""
-
-    peak: float
-    needed: float
-
-
-class Figures(Protocol):
-    """What is known of a layout before it runs."""
-
-    def cost(self, config: RunConfig) -> Cost: ...
-
-    def room(self, config: RunConfig) -> Room: ...
-
-
-class Counted:
-    """Counted on the meta device: seconds for each share of the work that was not counted before."""
-
-    def __init__(self) -> None:
-        self.rooms: dict[tuple[RunConfig, int, bool], Room] = {}
-
-    def cost(self, config: RunConfig) -> Cost:
-        return costs.cost(config)
-
-    def room(self, config: RunConfig) -> Room:
-        """Counted for one sample; each further one of a replica adds its image latents, a layout its communicators."""
-        one = config.replace(num_samples=1)
-        key = memory.alike(one), (config.parallel or Parallel()).shards, config.fsdp_cpu_offload
-        if key not in self.rooms:
-            self.rooms[key] = Room(memory.predict(one).total, memory.needed(one) - memory.outside(one))
-        batch, channels, _, rows, columns = config.shape
-        halves = 2 if config.guidance_scale > 1 else 1
-        more = (len(config.samples(0)) - 1) * halves * batch * channels * rows * columns * resolve(config).element_size
-        return Room(self.rooms[key].peak + more, self.rooms[key].needed + more + memory.outside(config))
-
-
 def advise(
     config: RunConfig,
     gpus: int,
@@ -96,7 +60,7 @@ def advise(
     known: Rates,
     capacity_gib: float | None = None,
     modes: tuple[str, ...] = MODES,
-    figures: Figures | None = None,
+    predictor: Predictor | None = None,
     arrivals: ArrayLike = 0.0,
 ) -> pd.DataFrame:
     """Every layout on at most so many GPUs, the best first, those that do not fit last.
@@ -110,12 +74,12 @@ def advise(
         known: what a rank computes in a second, and the link.
         capacity_gib: of each GPU; where none is given, what the memory limit of `config` plays, if it has one.
         modes: of the guidance, in the order of preference.
-        figures: where costs and peaks come from; counted one by one where none are given.
+        predictor: where costs and peaks come from; counted one by one where none are given.
 
     Raises:
         ConfigError: one line on the argument that cannot be.
     """
-    figures = figures or Counted()
+    predictor = predictor or Predictor()
     check(config, gpus, goal, capacity_gib)
     if not isinstance(known, Rates):
         raise ConfigError("known", known, "must be Rates, as of vdpp_core.predict.rates")
@@ -130,7 +94,7 @@ def advise(
         if layout.fsdp and goal != "memory" and (layout.cfg, layout.frames) in fit_whole:
             rows.append(_fallen(layout, "fits without sharding, which can only add waiting"))
             continue
-        rows.append(_row(config, layout, known, capacity_gib, modes, figures, arrivals))
+        rows.append(_row(config, layout, known, capacity_gib, modes, predictor, arrivals))
         if rows[-1]["fits"] and not layout.fsdp:
             fit_whole.add((layout.cfg, layout.frames))
     table = pd.DataFrame(rows)
@@ -153,20 +117,20 @@ def look(
     goal: str,
     known: Rates,
     capacity_gib: float,
-    figures: Figures,
+    predictor: Predictor,
     arrivals: ArrayLike = 0.0,
 ) -> tuple[pd.DataFrame, list[Span] | str]:
     """`advise`, and the schedule of one layout; what cannot be comes in words instead, to be shown in its place."""
     table = pd.DataFrame(columns=["place", *_fallen(chosen, "")])
     try:
-        table = advise(config, gpus, goal, known, capacity_gib, figures=figures, arrivals=arrivals)
+        table = advise(config, gpus, goal, known, capacity_gib, predictor=predictor, arrivals=arrivals)
         if chosen.world_size > gpus:
             raise ConfigError("layout", chosen, f"needs {chosen.world_size} ranks, there are {gpus}")
         if chosen.fsdp and chosen.shards == 1:
             raise ConfigError("fsdp", True, "with one rank a stage there is nobody to share the parameters with")
         mode = table["guidance"][table["layout"] == str(chosen)].item()
         config = config.replace(parallel=chosen, guidance_mode=mode if mode in MODES else MODES[0])
-        return table, rates.foretold(config, figures.cost(config), known, arrivals).spans()
+        return table, rates.foretold(config, predictor.cost(config), known, arrivals).spans()
     except ConfigError as error:
         return table, str(error)
 
@@ -208,7 +172,7 @@ def _row(
     known: Rates,
     capacity_gib: float | None,
     modes: tuple[str, ...],
-    figures: Figures,
+    predictor: Predictor,
     arrivals: ArrayLike,
 ) -> dict[str, Any]:
     row = _fallen(layout, "")
@@ -222,14 +186,14 @@ def _row(
     capacity_gib = memory.device_gib(whole, capacity_gib)
     for mode in modes if guided else modes[:1]:
         candidate = whole.replace(guidance_mode=mode)
-        room = figures.room(candidate)
+        room = predictor.room(candidate)
         row |= {"peak_gib": room.peak / GIB, "needed_gib": room.needed / GIB, "guidance": mode if guided else "–"}
         row["fits"] = capacity_gib is None or room.needed <= capacity_gib * GIB * (1 - SPARE)
         if row["fits"]:
             break
     else:
         return row | {"reason": _too_large(candidate, room, capacity_gib or 0.0)}
-    cost = figures.cost(candidate)
+    cost = predictor.cost(candidate)
     planned = rates.foretold(candidate, cost, known, arrivals)
     return row | times(planned) | {"reason": _why(candidate, cost, known, planned)}
 
