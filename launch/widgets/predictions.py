@@ -12,7 +12,7 @@ from vdpp_core.config import RunConfig, execution
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.engine import checks
 from vdpp_core.parallel import devices
-from vdpp_core.predict import memory, rates
+from vdpp_core.predict import memory, published, rates
 from vdpp_core.predict.predictor import Predictor
 from vdpp_core.predict.rates import Rates
 from vdpp_core.runs import machine
@@ -47,7 +47,7 @@ class Foreteller:
         known = self._rates(config, runs)
         source = "no run here tells the seconds of this model, device, type and number of threads yet"
         if known is not None:
-            numbers = rates.foretold(config, self.predictor.cost(config), known).numbers()
+            numbers = rates.predict_schedule(config, self.predictor.cost(config), known).numbers()
             facts |= {
                 "makespan": f"{numbers['makespan_s']:.3g} s",
                 "latency of a sample": f"{fmean(numbers['latency_s']):.3g} s",
@@ -70,7 +70,7 @@ class Foreteller:
             with contextlib.suppress(ConfigError):
                 return rates.from_run(folder)
         if config.model == "svd" and execution.device_type(config) == "cuda":
-            return rates.published(rates.nearest_row(config))
+            return published.rates(published.nearest_row(config))
         return None
 
     def _setting(self, config: RunConfig) -> str:

@@ -130,7 +130,7 @@ def look(
             raise ConfigError("fsdp", True, "with one rank a stage there is nobody to share the parameters with")
         mode = table["guidance"][table["layout"] == str(chosen)].item()
         config = config.replace(parallel=chosen, guidance_mode=mode if mode in MODES else MODES[0])
-        return table, rates.foretold(config, predictor.cost(config), known, arrivals).spans()
+        return table, rates.predict_schedule(config, predictor.cost(config), known, arrivals).spans()
     except ConfigError as error:
         return table, str(error)
 
@@ -194,7 +194,7 @@ def _row(
     else:
         return row | {"reason": _too_large(candidate, room, capacity_gib or 0.0)}
     cost = predictor.cost(candidate)
-    planned = rates.foretold(candidate, cost, known, arrivals)
+    planned = rates.predict_schedule(candidate, cost, known, arrivals)
     return row | times(planned) | {"reason": _why(candidate, cost, known, planned)}
 
 
