@@ -1,4 +1,4 @@
-"""The figures that the user's documents publish (seven RTX A5000), the runs they are about, and what follows from them."""
+"""The figures that the user's documents publish (seven RTX A5000), the runs behind them, and rates that they imply."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class Time(NamedTuple):
 def times() -> Iterator[Time]:
     """The published times of SVD.
 
-    memory: the first sample. throughput and pp: the average interval of a step pipeline. dp: the makespan of 14 samples,
-    of an experiment that does not state its guidance; one pass per step comes nearest to its times.
+    memory: the first sample. throughput and pp: the average interval of a step pipeline. dp: the makespan of 14
+    samples, of an experiment that does not state its guidance; one pass per step comes nearest to its times.
     """
     for row, facts in memory_rows().items():
         if facts["first_sample_time_s"] is not None:
@@ -102,9 +102,9 @@ def times() -> Iterator[Time]:
             yield Time(name, config, "first_sample_time_s", facts["first_sample_time_s"], row)
     base, experiment = memory_config(memory_rows()[1]), figures()["throughput_cfg3_14x72x128"]
     for facts in experiment["rows"]:
-        stages = Parallel(pp=facts["world_size"])
-        config = base.replace(num_samples=experiment["num_samples"], parallel=stages)
-        yield Time(f"throughput, pp {stages.pp}", config, "avg_sample_time_s", facts["avg_sample_time_s"])
+        gpus = facts["world_size"]
+        config = base.replace(num_samples=experiment["num_samples"], parallel=Parallel(pp=gpus))
+        yield Time(f"throughput, pp {gpus}", config, "avg_sample_time_s", facts["avg_sample_time_s"])
     experiment = figures()["pipeline_vs_data_parallel"]
     samples = experiment["num_samples"]
     base = base.replace(num_samples=samples, latent_shape=experiment["latent_shape"], guidance_scale=1.0)
@@ -120,16 +120,16 @@ def schedules() -> list[tuple[str, Schedule]]:
 
     The dummy network alone took 3.93 s, on seven cards 7.23 s: six hops of 0.55 s. Their table expects 4.2 and 8 s.
     """
-    one, seven, sizes = Parallel(), Parallel(pp=7), [4] * 7
+    one, seven, sizes, free = Parallel(), Parallel(pp=7), [4] * 7, Seconds(0.15)
     measured = Seconds(3.93 / STEPS, hop=(7.23 - 3.93) / 6)
     expected = Seconds(4.2 / STEPS, hop=(8 - 4.2) / 6)
     return [
         ("one sample, seven cards: each waits for the one before", schedule.make(seven, sizes, 1, measured)),
         (
             "seven samples, hand-offs free: the drawing of the steady state",
-            schedule.make(seven, sizes, 7, Seconds(0.15)),
+            schedule.make(seven, sizes, 7, free),
         ),
-        ("ten samples, one card (their table: 42 s)", schedule.make(one, [STEPS], 10, Seconds(0.15))),
+        ("ten samples, one card (their table: 42 s)", schedule.make(one, [STEPS], 10, free)),
         ("ten samples, seven cards (their table: about 14 s)", schedule.make(seven, sizes, 10, expected)),
     ]
 
