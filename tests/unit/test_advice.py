@@ -205,7 +205,7 @@ def test_arrivals_on_the_command_line(capsys):
         ("--gpus 2 --goal speed", "--goal speed: must be latency, throughput, cadence, memory"),
         (
             "--gpus 2 --goal cadence",
-            "--goal cadence: compares the time between videos and needs more samples than GPUs",
+            "--goal cadence: compares the time between videos and needs more samples",
         ),
         ("--gpus 2 --capacity-gib -1", "--capacity-gib -1.0: must be finite and above 0"),
         ("--gpus 2 --capacity-gib nan", "--capacity-gib nan: must be a finite number"),

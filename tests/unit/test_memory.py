@@ -187,7 +187,7 @@ def test_videos_have_to_be_decoded_too():
 def test_what_is_said_before_a_start():
     assert memory.before_start(RunConfig(parallel=Parallel(pp=2), device="cpu"), 2) == []
     (alone,) = memory.before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
-    assert "saves nothing" in alone
+    assert "saves no memory" in alone
     (narrow,) = memory.before_start(medium(memory_limit_gib=0.52), 1)
     assert narrow.startswith("1 rank: will probably run out of memory: a rank needs 0.61 GiB and has 0.52 GiB")
     assert memory.before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []

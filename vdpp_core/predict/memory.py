@@ -23,9 +23,9 @@ from vdpp_core.runs import runfolder
 
 # Device memory outside PyTorch's allocator on one rank: CUDA's context, the libraries' own memory, and what is not
 # modelled. NCCL's communicators come on top (vdpp_core/predict/communicators.py).
-# Derived from the published run that ran out of memory (reference/a5000x7.json, row 4), so it cannot be tested on it: of
-# 23.68 GiB, 2.75 were free and 20.93 in use; the allocator modelled here holds 20.23 at that same request of 2.75 GiB.
-# `make gpu-check` measures it on other cards.
+# Derived from the published run that ran out of memory (reference/a5000x7.json, row 4), which therefore cannot test it:
+# of 23.68 GiB, 2.75 were free and 20.93 in use; the allocator modelled here holds 20.23 at that same request of
+# 2.75 GiB. `make gpu-check` measures it on other cards.
 CONTEXT_GIB = 0.71
 # On a CPU: oneDNN's copies of tensors in the layouts it prefers, and what libraries allocate on first use.
 # tests/benchmarks/memory.py measured 3 to 5 % above the prediction on one rank, 2 to 11 % with FSDP.
@@ -106,7 +106,7 @@ def outside(config: RunConfig) -> int:
 
 
 def outside_a_limit(config: RunConfig) -> int:
-    """Bytes to add to a run's memory limit to get the device it emulates: on CUDA it limits PyTorch's allocator only."""
+    """Bytes of the emulated device beyond a run's memory limit, which on CUDA limits PyTorch's allocator only."""
     limited = config.memory_limit_gib is not None
     return outside(config) if limited and execution.device_type(config) == "cuda" else 0
 
@@ -313,9 +313,7 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     """
     found, layout = [], config.layout
     if layout.fsdp and layout.shards == 1:
-        found.append(
-            "fsdp with one rank per stage saves no memory: there is no other rank to share the parameters with"
-        )
+        found.append("fsdp with one rank per stage saves no memory: no other rank shares the parameters")
     capacity, limited = devices.capacity(config, local_ranks), config.memory_limit_gib is not None
     if not limited and _at_most(config) + outside(config) < capacity:
         return found
@@ -325,8 +323,8 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     beside = outside_a_limit(config)
     if not fit(config, capacity + beside).fits:
         found.append(
-            f"{layout}: will probably run out of memory: a rank needs {(needed(config) - beside) / GIB:.2f} GiB and has "
-            f"{capacity / GIB:.2f} GiB; `python -m vdpp_core memory` with the same flags shows the parts and remedies"
+            f"{layout}: will probably run out of memory: a rank needs {(needed(config) - beside) / GIB:.2f} GiB "
+            f"and has {capacity / GIB:.2f} GiB; `python -m vdpp_core memory` with the same flags shows what would fit"
         )
     return found
 

@@ -238,9 +238,7 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
         link, step = known.link, rates.seconds(cost, rates.shared(config, known))
         words.append(f"exchanges take {link.seconds(sum(cost.sent.values()), cost.exchanges) / step:.0%} of a step")
     if layout.pp > 1:
-        words.append(
-            f"the longest stage takes {planned.occupied.max():.3g} s; the latency is no shorter than on one GPU"
-        )
+        words.append(f"the longest stage takes {planned.occupied.max():.3g} s, latency as on one GPU")
     if (together := min(layout.dp, config.num_samples)) > 1:
         rounds = math.ceil(config.num_samples / layout.dp)
         words.append(f"{together} videos in parallel, {rounds} round{'s' * (rounds > 1)}")
@@ -269,7 +267,5 @@ def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
     if layout.shards > 1:
         return f"{words}: sharding does not reduce the activations"
     if layout.world_size > 1:
-        return (
-            f"{words}: every rank holds the whole UNet and all activations; splitting steps or samples saves no memory"
-        )
+        return f"{words}: every rank holds the UNet and all activations; splitting steps or samples saves no memory"
     return f"{words}: all parameters and activations on one GPU"

@@ -76,9 +76,7 @@ class Remembering(TorchDispatchMode):
     PyTorch computes those looks in Python, which takes most of a step's time there. Views are not cached.
     """
 
-    known: ClassVar[
-        dict[Any, tuple[bool, list[Any]]]
-    ] = {}  # operator, looks of inputs -> whether one tensor, looks of outputs
+    known: ClassVar[dict[Any, tuple[bool, list[Any]]]] = {}  # operator and inputs -> whether one, looks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}
