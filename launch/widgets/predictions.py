@@ -13,7 +13,7 @@ from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.engine import checks
 from vdpp_core.parallel import devices
-from vdpp_core.predict import memory, rates
+from vdpp_core.predict import memory, published, rates
 from vdpp_core.predict.predictor import Predictor
 from vdpp_core.predict.rates import Rates
 from vdpp_core.runs import machine
@@ -52,7 +52,7 @@ class Predictions:
         known = self._rates(config, runs)
         source = "No times yet: no finished run here has this model, device, dtype and number of threads."
         if known is not None:
-            numbers = rates.foretold(config, self.predictor.cost(config), known).numbers()
+            numbers = rates.predict_schedule(config, self.predictor.cost(config), known).numbers()
             facts |= {
                 "makespan": f"{numbers['makespan_s']:.3g} s",
                 "latency": f"{fmean(numbers['latency_s']):.3g} s",
@@ -75,7 +75,7 @@ class Predictions:
             with contextlib.suppress(ConfigError):
                 return rates.from_run(folder)
         if config.model == "svd" and resolve(config).device_type == "cuda":
-            return rates.published(rates.nearest_row(config))
+            return published.rates(published.nearest_row(config))
         return None
 
     def _setting(self, config: RunConfig) -> str:

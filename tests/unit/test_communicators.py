@@ -74,7 +74,7 @@ def test_a_limit_is_the_allocators_whatever_the_layout(capsys):
     main(["plan", "--gpus", "2", "--tflops", "1", "--link-gb-per-s", "1", *flags])
     said = capsys.readouterr().out
     for number in (0, 1, 2):
-        assert f"of {limit + memory.CONTEXT_GIB + number * EACH:g} usable" in said
+        assert f"of {limit + memory.CONTEXT_GIB + number * EACH:g} GiB usable" in said
 
 
 def test_the_command_has_a_line_for_them(capsys):

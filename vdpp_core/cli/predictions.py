@@ -16,7 +16,7 @@ from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import AXES
 from vdpp_core.models import checkpoint
-from vdpp_core.predict import accuracy, memory, planner, rates, schedule
+from vdpp_core.predict import accuracy, memory, planner, published, rates, schedule
 from vdpp_core.predict.rates import Link, Rates
 from vdpp_core.predict.replay import PARTS
 from vdpp_core.runs import runfolder
@@ -204,14 +204,14 @@ def _rates(arguments: argparse.Namespace, config: RunConfig, folder: Path | None
     elif arguments.link_us is not None:
         raise ConfigError("link_us", arguments.link_us, "only with link_gb_per_s")
     if arguments.tflops is not None:
-        return Rates(arguments.tflops * 1e12, link or rates.published_link())
+        return Rates(arguments.tflops * 1e12, link or published.link())
     if folder is None:
-        row = rates.nearest_row(config)
-        if not 1 / FAR < (times := rates.beyond(config, row)) < FAR:
+        row = published.nearest_row(config)
+        if not 1 / FAR < (times := published.times_operations(config, row)) < FAR:
             command_line.warn(
                 [f"a step has {times:.2g} × the operations of the published row: calibrate on a run of your own"]
             )
-        known = rates.published(row, link)
+        known = published.rates(row, link)
         return known.checked(accuracy.against_published(known))
     known, ran = rates.from_run(folder, link), RunConfig.read(folder)
     planned, measured = resolve(config), resolve(ran)
