@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.axes import LOCKSTEP_NAMES
 from vdpp_core.predict import planner
 from vdpp_core.predict.estimates import COUNTED, TRACED, Estimated
 
@@ -22,6 +23,10 @@ def estimated() -> Estimated:
 @pytest.fixture(scope="module")
 def counted() -> planner.Counted:
     return planner.Counted()
+
+
+def test_it_knows_how_often_the_ranks_of_each_axis_meet(estimated):
+    assert set(estimated.meetings) == set(LOCKSTEP_NAMES)
 
 
 def test_the_videos_tried_here_are_not_those_it_was_fitted_to():

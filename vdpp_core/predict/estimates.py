@@ -55,7 +55,8 @@ class Estimated:
         one = base.replace(num_samples=1, parallel=Parallel())
         self.parameters = costs.parameters(base)
         layers = costs.temporal_layers(base.model, base.model_id)
-        self.meetings = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
+        across_frames = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
+        self.meetings = {"cfg": 1, "frames": across_frames}  # lockstep axis -> exchanges of a pass
         unguided = one.replace(guidance_scale=1.0)
         flops = [costs.cost(_video(unguided, video, ranks)).flops for *video, ranks in COUNTED]
         self.flops = _fit([_work(*video) for video in COUNTED], flops)
@@ -84,11 +85,11 @@ class Estimated:
             raise ConfigError("latent_shape", config.shape, allowed)
         videos = batch * (2 if config.guidance_scale > 1 and layout.cfg == 1 else 1)
         flops = videos * self.flops @ _work(frames, rows, columns, layout.frames)
-        sent = {kind: int(videos / batch * size) for kind, size in _sent(config).items()}
-        meetings = costs.passes(config) * self.meetings if layout.frames > 1 else 0
-        if layout.cfg == 2:
-            sent["guidance"] = math.prod(config.shape) * resolve(config).element_size
-            meetings += 1
+        sent: dict[str, int] = {}
+        meetings = 0
+        for axis in (axis for axis, size in layout.lockstep_sizes.items() if size > 1):
+            sent |= {kind: int(size) for kind, size in SENT[axis](config).items()}
+            meetings += costs.passes(config) * self.meetings[axis]
         return Cost(int(flops), sent, meetings, *costs.gathering(config))
 
     def room(self, config: RunConfig) -> Room:
@@ -103,12 +104,15 @@ def _video(config: RunConfig, video: Sequence[int], ranks: int) -> RunConfig:
     return config.replace(latent_shape=(1, 4, *video), parallel=Parallel(frames=ranks))
 
 
-def _sent(config: RunConfig) -> dict[str, float]:
-    """Bytes of one pass from the rank with most of the work, between two neighbours: its part of `costs.formula`."""
+def _sent_for_guidance(config: RunConfig) -> dict[str, float]:
+    return {"guidance": math.prod(config.shape) * resolve(config).element_size}
+
+
+def _sent_for_frames(config: RunConfig) -> dict[str, float]:
+    """Bytes of a step from the rank with most of the work, between two neighbours: its part of `costs.formula`."""
     ranks, frames = config.layout.frames, config.shape[2]
-    if ranks == 1:
-        return {}
-    total = costs.formula(config.replace(guidance_scale=1.0, parallel=Parallel(frames=ranks)))
+    guidance = config.guidance_scale if config.layout.cfg == 1 else 1.0
+    total = costs.formula(config.replace(guidance_scale=guidance, parallel=Parallel(frames=ranks)))
     own = math.ceil(frames / ranks)
     there_and_back = own * (ranks - 1) / ranks + (frames - own) / ranks
     return {
@@ -117,6 +121,9 @@ def _sent(config: RunConfig) -> dict[str, float]:
         "statistics": total["statistics"] / ranks,
         "prediction": total["prediction"] / ranks,
     }
+
+
+SENT = {"cfg": _sent_for_guidance, "frames": _sent_for_frames}  # lockstep axis -> bytes from a rank in a step
 
 
 def _work(frames: int, rows: int, columns: int, ranks: int) -> Array:

@@ -182,8 +182,8 @@ def _unit(name: str, parameters: list[Tensor]) -> Unit:
 
 def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
     """Have a UNet on the meta device compute what a member of a lockstep group does; axis -> what it says there."""
-    place = dict(zip(("cfg", "frames"), divmod(member, layout.frames), strict=True))
-    groups = {axis: Group(size, place[axis]) for axis in place if (size := getattr(layout, axis)) > 1}
+    place = layout.coordinates(member)
+    groups = {axis: Group(size, place[axis]) for axis, size in layout.lockstep_sizes.items() if size > 1}
     parallelize.split_forward(unet, groups)
     return groups
 
