@@ -12,9 +12,9 @@ import pandas as pd
 
 from vdpp_core.cli import command_line
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
-from vdpp_core.config.layout import AXES
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import accuracy, memory, planner, published, rates, schedule
 from vdpp_core.predict.rates import Link, Rates
@@ -146,7 +146,7 @@ def _print_verdict(facts: dict[str, Any], chunk: int) -> None:
 
 
 def show_plan(arguments: argparse.Namespace) -> None:
-    for axis in (*AXES, "fsdp", "fsdp_same_sample"):
+    for axis in (*AXIS_NAMES, "fsdp", "fsdp_same_sample"):
         if given := getattr(arguments, axis):
             raise ConfigError(axis, given, "not in a plan, which looks for the layout")
     gpus = command_line.whole_number("gpus", arguments.gpus, 1, most=planner.MOST_GPUS)

@@ -15,16 +15,17 @@ import pandas as pd
 import torch
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
-from vdpp_core.config.layout import AXES, Parallel
+from vdpp_core.config.layout import Parallel
 from vdpp_core.config.run import EXAMPLE_IMAGE
 from vdpp_core.runs import files, machine, runfolder, saved_latents
 
 OFFICIAL = "official pipeline"
 PEERS = {"one rank": OFFICIAL, "data parallel": "accelerate", "step pipeline": "GPipe"}
 NOT_COMPARED = {
-    **dict.fromkeys(AXES, "the layouts to compare follow from the ranks"),
+    **dict.fromkeys(AXIS_NAMES, "the layouts to compare follow from the ranks"),
     **dict.fromkeys(("stage_weights", "fsdp", "fsdp_same_sample", "fsdp_cpu_offload"), "no peer has it"),
     **dict.fromkeys(("guidance_mode", "shortcuts", "enable_memory_opt", "memory_limit_gib"), "no peer has it"),
     **dict.fromkeys(("compare_official", "decode_chunk_size"), "only denoising is compared, nothing is decoded"),

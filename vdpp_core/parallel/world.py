@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vdpp_core.config.axes import LOCKSTEP_NAMES
 from vdpp_core.config.execution import Execution
 from vdpp_core.config.layout import Parallel, Place
 from vdpp_core.parallel import rendezvous
@@ -172,8 +173,8 @@ def joined(layout: Parallel, execution: Execution, ranks: Ranks, name: str) -> I
                 device,
                 mesh,
                 stages=mesh.get_group("pp"),
-                team=merged(mesh, "pp", "cfg", "frames").get_group(),
-                shards=merged(mesh, "dp", "cfg", "frames") if layout.shards > 1 else None,
+                team=merged(mesh, "pp", *LOCKSTEP_NAMES).get_group(),
+                shards=merged(mesh, "dp", *LOCKSTEP_NAMES) if layout.shards > 1 else None,
             )
             dist.destroy_process_group()
     except BaseException:

@@ -29,7 +29,7 @@ def opened(layout: Parallel, rank: int) -> int:
         return 0
     stage = layout.place(rank).stage
     neighbours = (stage > 0) + (stage + 1 < layout.pp)
-    groups = (layout.pp * layout.lockstep, layout.cfg, layout.frames, layout.shards)
+    groups = (layout.pp * layout.lockstep, *layout.lockstep_sizes.values(), layout.shards)
     return 1 + neighbours + sum(1 < size < layout.world_size for size in groups)
 
 

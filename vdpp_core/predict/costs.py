@@ -147,7 +147,7 @@ def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, C
     with trace.Remembering(), FlopCounterMode(display=False) as counter:
         denoiser.begin(0, 0).step(latents, 0)
     sent: Counter[str] = Counter()
-    for axis, group in groups.items():
+    for group in groups.values():
         for (_, kind), count in group.sent.items():
-            sent["guidance" if axis == "cfg" else kind] += count
+            sent[kind] += count
     return counter.get_total_flops(), sent, sum(group.exchanges for group in groups.values())

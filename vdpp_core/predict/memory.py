@@ -234,7 +234,7 @@ def _with_fsdp(config: RunConfig, capacity: float, words: str) -> list[str]:
     own = config.parallel or Parallel()
     fewest = own.dp + 1 if own.fsdp else 1 if own.lockstep > 1 else 2
     for replicas in range(fewest, MOST_RANKS // own.lockstep + 1):
-        layout = Parallel(dp=replicas, pp=own.pp, cfg=own.cfg, frames=own.frames, fsdp=True)
+        layout = Parallel(**(own.model_dump() | {"dp": replicas, "fsdp": True}))
         if fit(config.replace(parallel=layout), capacity).fits:
             return [f"{words}--fsdp on {layout.world_size} ranks"]
     return []
@@ -297,7 +297,7 @@ def alike(config: RunConfig) -> RunConfig:
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
     layout = config.parallel or Parallel()
     samples = math.ceil(config.num_samples / (1 if config.fsdp_same_sample else layout.dp))
-    lockstep = Parallel(cfg=layout.cfg, frames=layout.frames)
+    lockstep = Parallel(**layout.lockstep_sizes)
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
         parallel=lockstep, random_weights=True, latent_shape=config.shape, num_samples=samples, **mode, **kept

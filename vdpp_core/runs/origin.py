@@ -87,9 +87,8 @@ def of(config: RunConfig, execution: Execution) -> Origin:
     """
     fields = config.model_dump(mode="json")
     settings = {name: fields[name] for name in sorted(fields.keys() - WITHOUT_EFFECT - OF_VIDEOS - BY_OUTCOME)}
-    layout = config.layout
     settings |= {"shape": list(config.shape), "backend": execution.backend}
-    settings |= {"cfg": layout.cfg, "frames": layout.frames}  # of the axes those that reorder sums
+    settings |= config.layout.lockstep_sizes  # of the axes those that reorder sums
     samples = Samples(
         settings=settings,
         image=None if config.image_path is None else _digests([config.image_path])[0],
