@@ -4,7 +4,6 @@ Numbers are compared as digits. English number words from two on count as digits
 "one" does not, so it is 一 or 単一 there.
 """
 
-import argparse
 import contextlib
 import io
 import re
@@ -17,8 +16,8 @@ import mistune
 import pytest
 from torch.distributed.run import get_args_parser
 
-from launch.__main__ import _parser as launch_parser
-from vdpp_core.__main__ import _parser as core_parser
+import launch.commands
+import vdpp_core.cli.main
 
 ROOT = Path(__file__).parents[2]
 ENGLISH, JAPANESE = ((ROOT / name).read_text() for name in ("README.md", "README_JP.md"))
@@ -38,7 +37,11 @@ WORDS = [
     "fourteen",
 ]
 NUMBER = re.compile(rf"−?\d+(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b")
-PARSERS = {"vdpp_core": core_parser(), "launch": launch_parser(), "torchrun": get_args_parser()}
+PARSERS = {
+    "vdpp_core": vdpp_core.cli.main.parse,
+    "launch": launch.commands.parse,
+    "torchrun": get_args_parser().parse_args,
+}
 
 markdown = mistune.create_markdown(renderer="ast", plugins=["table"])
 
@@ -144,31 +147,34 @@ def refused(words):
     try:
         with contextlib.redirect_stderr(said):
             if words[0] == "torchrun":
-                given = PARSERS["torchrun"].parse_args(words[1:])
+                given = PARSERS["torchrun"](words[1:])
                 words = ["python", "-m", given.training_script, *given.training_script_args]
             if words[:2] != ["python", "-m"]:
                 return []
             module, *rest = words[2:]
             if module in PARSERS:
-                PARSERS[module].parse_args(rest)
+                PARSERS[module](rest)
                 return []
     except SystemExit:
         return [said.getvalue()]
     return [] if (ROOT / module.replace(".", "/")).with_suffix(".py").is_file() else [f"no module {module}"]
 
 
-def flags(parser):
-    for action in parser._actions:
-        yield from action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
-            for chosen in action.choices.values():
-                yield from flags(chosen)
+def flags():
+    """All flags that the help of a command names."""
+    said = io.StringIO()
+    actions = [["start", "simulate"], *([name] for name in ("start", "sweep", "tail", "trace", "resume", "report"))]
+    lines = {"vdpp_core": [["benchmark"], ["memory"], ["plan"], ["peers"]], "launch": actions, "torchrun": [[]]}
+    for module, commands_of in lines.items():
+        for words in commands_of:
+            with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+                PARSERS[module]([*words, "--help"])
+    return set(re.findall(r"--[\w-]+", said.getvalue()))
 
 
 def unknown_flags(text):
-    known = {flag for parser in PARSERS.values() for flag in flags(parser)}
     used = {word for span in spans(markdown(text)) if span.startswith("--") for word in span.split()}
-    return sorted(word for word in used - known if word.startswith("--"))
+    return sorted(word for word in used - flags() if word.startswith("--"))
 
 
 def missing_files(text):
