@@ -40,7 +40,8 @@ def one_way_s(world: World, size: int) -> float:
     return median(trips[2:]) / 2
 
 
-def main(device: str = "auto") -> None:
+def main() -> None:
+    device = dict(enumerate(sys.argv)).get(1, "auto")
     config = RunConfig(model="dummy", device=device, threads=1).for_ranks(2)
     with joined(config, Ranks.from_environment(), "probe") as world:
         for _ in range(20):
@@ -51,4 +52,4 @@ def main(device: str = "auto") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
