@@ -129,6 +129,9 @@ def run() -> None:
     except (OSError, StartError) as error:
         print(f"cold start: {error}", flush=True)
     importlib.import_module(_MAINS[words[0]]).main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # to take all that was imported apart takes half a second
 
 
 def nursery() -> int | None:
@@ -220,15 +223,19 @@ def _fork() -> int:
 
 def _leave_server() -> list[str] | None:
     """Fork the server, unless there is one; what to run, in a process that the server has forked."""
-    place = _folder() / key()
-    lock = _locked(place.with_suffix(".lock"))
-    if lock is None:
-        return None
-    _clear(place.parent)
-    place.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(place))
-    listener.listen()
+    try:
+        place = _folder() / key()
+        lock = _locked(place.with_suffix(".lock"))
+        if lock is None:
+            return None
+        _clear(place.parent)
+        place.unlink(missing_ok=True)
+        listener.bind(str(place))
+        listener.listen()
+    except OSError as error:
+        print(f"no server for later starts: {error}", flush=True)
+        return None
     middle = _fork()
     if middle:
         os.waitpid(middle, 0)
@@ -297,7 +304,7 @@ def _serve(listener: socket.socket, place: Path) -> socket.socket:
 
 def _detach(log: Path) -> None:
     """Let go of what belongs to the process that this one was forked from."""
-    _show_as_own()
+    _show_as("server")
     os.chdir(os.sep)
     files = [os.open(os.devnull, os.O_RDWR), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)]
     for number, file in enumerate((files[0], *files)):
@@ -306,10 +313,10 @@ def _detach(log: Path) -> None:
         os.close(file)
 
 
-def _show_as_own() -> None:
+def _show_as(name: str) -> None:
     """What forks for others neither waits for its children nor is taken for a supervisor."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    forking.show([sys.executable, "-m", "launch.warm"], os.environ)
+    forking.show([sys.executable, "-m", "launch.warm", name], os.environ)
 
 
 def _has_children() -> bool:
@@ -348,7 +355,7 @@ def _raise_ranks() -> list[str] | None:
 
 def _nurse(channel: socket.socket) -> socket.socket:
     """Be the nursery, as long as the supervisor is there; a connection to it, in a process that is its child."""
-    _show_as_own()
+    _show_as("nursery")
     supervisor = os.getppid()
     while True:
         request, files, _, _ = socket.recv_fds(channel, 1, 1)
