@@ -41,7 +41,8 @@ def one_way_s(world: World, size: int) -> float:
     return median(trips[2:]) / 2
 
 
-def main(device: str = "auto") -> None:
+def main() -> None:
+    device = dict(enumerate(sys.argv)).get(1, "auto")
     execution, ranks = resolve(RunConfig(device=device, threads=1), local_ranks=2), Ranks.from_environment()
     with joined(Parallel(pp=2), execution, ranks, "probe") as world:
         for _ in range(20):
@@ -52,4 +53,4 @@ def main(device: str = "auto") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
