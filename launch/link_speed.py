@@ -39,7 +39,7 @@ def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
     except (IndexError, ValueError):
         causes = [line for line in errors if re.match(r"[\w.]*Error: \S", line)]  # torchrun's own words come last
         raise RuntimeError(f"the probe failed: {(causes or errors or ['it wrote nothing'])[-1]}") from None
-    path = rates.link_path(execution.device_type(RunConfig(device=device)))
+    path = rates.link_path(resolve(RunConfig(device=device)).device_type)
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"date": time.strftime("%Y-%m-%d"), "hardware": machine.hardware(), "rows": rows}
     files.write_atomically(path, json.dumps(facts, indent=2) + "\n")
