@@ -14,6 +14,7 @@ import psutil
 
 from launch import warm
 from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.predict import rates
 from vdpp_core.runs import files, machine
 
