@@ -24,7 +24,7 @@ def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
         RuntimeError: the ranks failed, with the last line they wrote.
     """
     command = [sys.executable, "-m", "vdpp_core.parallel.loopback", "--nproc_per_node=2"]
-    command += ["-m", "vdpp_core.engine.link_probe", device]
+    command += ["-m", "vdpp_core.compare.link_probe", device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:
         raise RuntimeError(f"the probe failed: {done.stderr.strip().splitlines()[-1]}")

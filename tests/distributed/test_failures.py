@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.runs import events, processes, runfolder, saved_latents
 
 pytestmark = pytest.mark.alone

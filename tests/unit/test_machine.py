@@ -19,7 +19,7 @@ from PIL import Image
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.config import execution
-from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import checks
 from vdpp_core.models import checkpoint
 from vdpp_core.runs import other_runs, runfolder

@@ -11,7 +11,7 @@ import torch
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, in_one_line, redacted
 from vdpp_core.config.execution import Execution
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 
 WEIGHTS = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
 
