@@ -223,11 +223,9 @@ class _Rank:
         Called when everything is loaded: by then a hub model's revision is known.
         """
         config, folder, execution = self.config, self.folder, self.execution
-        record = origin.Origin.model_validate_json(
-            agree(
-                self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), f"origin {folder.name}"
-            )
-        )
+        subject = f"origin of {folder.name}"
+        text = agree(self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), subject)
+        record = origin.Origin.model_validate_json(text)
         if self.ranks.local_rank == 0 and self.ranks.rank > 0:
             origin.follow(folder, config, execution, record)
         return record.digest
