@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.patience import exit_code
 from vdpp_core import RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.config.execution import resolve
@@ -224,7 +225,7 @@ def test_a_rank_is_killed_while_it_decodes(torchrun_in_background, wait_until, t
     with torchrun_in_background(2, "run", folder) as process:
         wait_until(lambda: of_rank_1("video") and len(of_rank_1("chunk")) > 14, 60)
         os.kill(of_rank_1("start")[0]["pid"], signal.SIGKILL)
-        assert process.wait(20) != 0
+        assert exit_code(process, 20) != 0
     result = runfolder.read_result(folder)
     assert (result["outcome"], result["failure"]["rank"]) == ("failed", 1)
     assert "killed" in result["failure"]["cause"]

@@ -164,7 +164,7 @@ def test_the_bound_for_the_small_models(model, shape):
     ("capacity", "allowed"),
     [
         *((capacity, "must be finite and above 0, at most 1e+06") for capacity in (0, -1, math.nan, math.inf)),
-        (0.4, "must be above what the parameters take on a rank, 0.509 GiB"),
+        (0.4, "must be above the parameters of a rank, 0.509 GiB"),
     ],
 )
 def test_a_capacity_that_cannot_be(capacity, allowed):
@@ -185,19 +185,19 @@ def test_videos_have_to_be_decoded_too():
 
 
 def before_start(config, local_ranks):
-    return memory.before_start(config, resolve(config, local_ranks))
+    return before_start(config, resolve(config, local_ranks))
 
 
 def test_what_is_said_before_a_start():
     assert before_start(RunConfig(parallel=Parallel(pp=2), device="cpu"), 2) == []
     (alone,) = before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
-    assert "saves nothing" in alone
+    assert "saves no memory" in alone
     (narrow,) = before_start(medium(memory_limit_gib=0.52), 1)
-    assert narrow.startswith("1 rank: will probably run out of memory, 0.61 GiB needed on a rank, 0.52 GiB there")
+    assert narrow.startswith("1 rank: will probably run out of memory: a rank needs 0.61 GiB and has 0.52 GiB")
     assert before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []
     with pytest.raises(ConfigError) as caught:
         before_start(medium(memory_limit_gib=0.5), 1)
-    assert str(caught.value) == "memory_limit_gib 0.5: must be above what the parameters take on a rank, 0.509 GiB"
+    assert str(caught.value) == "memory_limit_gib 0.5: must be above the parameters of a rank, 0.509 GiB"
 
 
 def test_a_limit_on_cuda_is_the_allocators():
@@ -206,7 +206,7 @@ def test_a_limit_on_cuda_is_the_allocators():
     allocators = memory.needed(row) / GIB - memory.CONTEXT_GIB
     assert before_start(row.replace(memory_limit_gib=allocators + 0.02), 1) == []
     (line,) = before_start(row.replace(memory_limit_gib=allocators - 0.2), 1)
-    assert f"{allocators:.2f} GiB needed on a rank, {allocators - 0.2:.2f} GiB there" in line
+    assert f"a rank needs {allocators:.2f} GiB and has {allocators - 0.2:.2f} GiB" in line
 
 
 def command(*arguments):
@@ -219,7 +219,12 @@ def test_the_command(capsys):
     published = ["--model", "svd", *shape, "--dtype", "fp16", "--guidance-mode", "sequential"]
     main(["memory", *published, "--fsdp", "--world-size", "7", "--capacity-gib", "23.68"])
     said = capsys.readouterr().out
-    for words in ("dp 7 × fsdp", "20.465 GB a rank", "down_blocks.2.attentions.0, 0.201 GB", "fits in 23.68 GiB"):
+    for words in (
+        "dp 7 × fsdp",
+        "20.465 GB per rank",
+        "down_blocks.2.attentions.0, 0.201 GB",
+        "fits in 25.43 GB",
+    ):
         assert words in said
 
 

@@ -41,8 +41,9 @@ def one_way_s(world: World, size: int) -> float:
     return median(trips[2:]) / 2
 
 
-def main(device: str = "auto") -> None:
-    """Measure every size and print the results on rank 0."""
+def main() -> None:
+    """Measure every size on the device named on the command line, and print the results on rank 0."""
+    device = dict(enumerate(sys.argv)).get(1, "auto")
     execution, ranks = resolve(RunConfig(device=device, threads=1), local_ranks=2), Ranks.from_environment()
     with joined(Parallel(pp=2), execution, ranks, "probe") as world:
         for _ in range(20):
@@ -53,4 +54,4 @@ def main(device: str = "auto") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

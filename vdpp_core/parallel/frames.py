@@ -171,7 +171,7 @@ class Frames:
 
 
 def _statistics(norm: nn.GroupNorm, hidden: Tensor, wide: torch.dtype) -> Tensor:
-    """(B, C, …) -> (2, B, groups, 1): mean and sum of squared deviations (M2), combined over ranks as in Chan, Golub and
+    """(B, C, …) -> (2, B, groups, 1): mean and squared deviations (M2), combined over ranks as in Chan, Golub and
     LeVeque 1979. Values are centred first, so that no large numbers cancel."""
     values = hidden.unflatten(1, (norm.num_groups, -1))
     rest_of = tuple(range(2, values.ndim))
