@@ -340,12 +340,12 @@ def before_start(monkeypatch, cores, at_work, **arguments):
         (4, 2, {"parallel": Parallel(pp=2), "threads": 1}, []),
         (2, 0, {"parallel": Parallel(pp=4)}, ["4 × 1 threads on 2 cores: ranks take turns"]),
         (4, 0, {"parallel": Parallel(pp=2), "threads": 3}, ["2 × 3 threads on 4 cores: ranks take turns"]),
-        (2, 1, {"parallel": Parallel(pp=2)}, ["1 rank of another run is at work on these 2 cores: this one will take"]),
+        (2, 1, {"parallel": Parallel(pp=2)}, ["1 rank of another run is running on these 2 cores: this run will take"]),
         (
             2,
             3,
             {"parallel": Parallel(pp=2)},
-            ["3 ranks of other runs are at work on these 2 cores: this one will"],
+            ["3 ranks of other runs are running on these 2 cores: this run will"],
         ),
     ],
 )

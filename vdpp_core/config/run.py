@@ -62,7 +62,9 @@ class RunConfig(
         if parallel.pp > self.total_steps:
             raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
         if parallel.cfg > 1 and self.guidance_scale <= 1:
-            raise ConfigError("cfg", 2, "buys nothing without guidance, which has one pass: guidance_scale above 1")
+            raise ConfigError(
+                "cfg", 2, "buys nothing without guidance, which has one pass: guidance_scale must be above 1"
+            )
         if parallel.frames > self.shape[2]:
             raise ConfigError("frames", parallel.frames, f"must be at most num_frames, {self.shape[2]}")
         if parallel.frames > 1 and self.model == "dummy":
@@ -76,10 +78,10 @@ class RunConfig(
             raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
 
     def for_ranks(self, ranks: int) -> RunConfig:
-        """The same run on so many ranks: every rank a stage, unless the layout was given.
+        """Fix the layout for a number of ranks: the given layout, or else every rank a stage.
 
         Raises:
-            ConfigError: the layout needs another number of ranks.
+            ConfigError: the given layout needs another number of ranks.
         """
         if not isinstance(ranks, int) or ranks < 1:
             raise ConfigError("world_size", ranks, "must be at least 1")
@@ -92,7 +94,12 @@ class RunConfig(
         return self.replace(parallel=parallel)
 
     def replace(self, **changes: Any) -> RunConfig:
-        """A copy with other values, validated again; a size in latents replaces one in pixels and the reverse."""
+        """Copy the configuration with other values and validate it. `latent_shape` replaces the size in pixels and vice
+        versa.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
         data = {name: value for name, value in self if value is not None}
         in_pixels = {"num_frames", "height", "width"}
         if in_pixels & set(changes):
@@ -103,13 +110,13 @@ class RunConfig(
 
     @property
     def layout(self) -> Parallel:
-        """The layout, once the number of ranks is known."""
+        """The layout; known once `for_ranks` has been called, if not given."""
         assert self.parallel is not None, "for_ranks comes first"
         return self.parallel
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """B C F H W of the latents, from the size in latents, in pixels, or the model's usual one."""
+        """B C F H W of the latents: as given, from the size in pixels, or the model's default."""
         if self.latent_shape is not None:
             batch, channels, frames, rows, columns = self.latent_shape
             return batch, channels, frames, rows, columns
@@ -125,39 +132,40 @@ class RunConfig(
 
     @property
     def image_path(self) -> Path | None:
-        """The image to animate; None where the conditioning is synthetic."""
+        """The image to animate; None if the conditioning is synthetic."""
         return fields.EXAMPLE_IMAGE if self.image is None and self.command == "generate" else self.image
 
     def stages(self) -> list[range]:
-        """The steps of each stage."""
+        """List the steps of each stage."""
         return split(self.total_steps, self.layout.pp, self.stage_weights)
 
     def samples(self, replica: int, of: Sequence[int] | None = None) -> Sequence[int]:
-        """The samples of a replica, of these or of all; empty where there are more replicas than samples."""
+        """List a replica's samples, out of these or all; none where there are more replicas than samples."""
         of = range(self.num_samples) if of is None else of
         if self.fsdp_same_sample:
             return of if replica == 0 else of[:0]
         return of[replica :: self.layout.dp]
 
     def padding(self, replica: int, of: Sequence[int] | None = None) -> int:
-        """Samples that a replica computes for the company of its shard group only; they count for nothing."""
+        """Number of extra samples a replica computes only because its shard group needs it; they are dropped."""
         return len(self.samples(0, of)) - len(self.samples(replica, of)) if self.layout.fsdp else 0
 
     @property
     def sequential(self) -> bool:
-        """Whether the passes of the guidance are computed one after the other; with cfg 2 each rank has only one."""
+        """Whether guidance passes run one after the other; with cfg 2 each rank has only one."""
         at_once = self.parallel is not None and self.parallel.cfg == 2
         return not at_once and (self.guidance_mode == "sequential" or self.enable_memory_opt)
 
     def to_json(self) -> str:
+        """Serialise for config.json."""
         return self.model_dump_json(indent=2) + "\n"
 
     @classmethod
     def read(cls, run_folder: Path) -> RunConfig:
-        """The configuration of a run folder.
+        """Read the configuration of a run folder.
 
         Raises:
-            ConfigError: config.json is missing, damaged or holds what is no configuration.
+            ConfigError: config.json is missing, damaged or not a configuration.
         """
         path = run_folder / "config.json"
         try:
