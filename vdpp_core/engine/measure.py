@@ -19,8 +19,8 @@ def keep_freed_memory(keep: bool) -> None:
     """Have glibc keep freed memory, or return it at once. Other C libraries are left alone.
 
     Keep it for timing, as PyTorch's allocator does on CUDA: otherwise a CPU rank may return its activations and fault
-    them in again at every step, depending on what lies at the top of its heap. That cost one rank 13 % of its time and
-    its neighbour 2 %. Return it for runs within a memory limit: the process then holds live memory only, where a heap of
+    them in again at every step, depending on what lies at the top of its heap: 13 % of one rank's time, 2 % of its
+    neighbour's. Return it for runs within a memory limit: the process then holds live memory only, where a heap of
     activations of all sizes held 30 to 80 % more.
     """
     library = ctypes.CDLL(None)

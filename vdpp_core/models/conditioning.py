@@ -1,4 +1,4 @@
-"""The conditioning of the UNet: made on the first rank of a replica before the clock starts, then sent to the others."""
+"""The conditioning of the UNet: made on a replica's first rank before the clock starts, then sent to the others."""
 
 from __future__ import annotations
 
