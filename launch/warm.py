@@ -47,7 +47,7 @@ _ROOT = Path(__file__).parents[1]
 _MAINS = {  # what can be forked, and the module whose `main` it is
     "launch.supervisor": "launch.supervisor",
     "vdpp_core": "vdpp_core.__main__",
-    "vdpp_core.engine.link_probe": "vdpp_core.engine.link_probe",
+    "vdpp_core.compare.link_probe": "vdpp_core.compare.link_probe",
     "vdpp_core.parallel.loopback": "vdpp_core.parallel.loopback",
 }
 _AGENTS = ("launch.supervisor", "vdpp_core.parallel.loopback")  # those that start others

@@ -19,7 +19,7 @@ from PIL import Image
 from tests.browser.lab import chromium, lab
 from tests.doubles.checking import CALLS
 from vdpp_core.config import RunConfig
-from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.models.images import read_image
 from vdpp_core.runs import results, runfolder
 from vdpp_core.runs.events import events_paths

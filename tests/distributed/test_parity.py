@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vdpp_core import RunConfig
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.predict import costs
 from vdpp_core.runs import runfolder, saved_latents
 

@@ -16,7 +16,7 @@ from vdpp_core.__main__ import main
 from vdpp_core.compare import peers_report
 from vdpp_core.compare.peers import Peers
 from vdpp_core.compare.peers_report import OFFICIAL, PEERS, configuration, plan, table, variants
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.engine import worker
 from vdpp_core.models import conditioning
 from vdpp_core.parallel.rendezvous import Ranks

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import spearmanr
 
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.models.decoding import to_bytes
 from vdpp_core.models.images import Frames
 from vdpp_core.plots.video_quality import strips

@@ -21,7 +21,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from vdpp_core.config.run import LATENT_CHANNELS
+from vdpp_core.config.fields import LATENT_CHANNELS
 from vdpp_core.models.published import PUBLISHED_SCHEDULER
 from vdpp_core.tiny_svd.clips import FRAMES, SIZE
 
