@@ -44,9 +44,8 @@ def schedules(each: Sequence[tuple[str, pd.DataFrame]], title: str, small_print:
         each: (name, table with columns sigma and timestep, a row per step); at most two.
     """
     figure, axes = new_figure((1, 2), (9, 3.6), title, small_print)
-    for column, panel, label in zip(
-        ("sigma", "timestep"), axes[0], ("noise level sigma", "timestep (symlog)"), strict=True
-    ):
+    labels = "noise level sigma", "timestep (symlog)"
+    for column, panel, label in zip(("sigma", "timestep"), axes[0], labels, strict=True):
         for (name, table), style in zip(each, STYLES, strict=False):
             panel.plot(table.index, table[column], markersize=4, label=name, **style)
         panel.set_yscale("log" if column == "sigma" else "symlog")
