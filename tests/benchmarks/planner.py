@@ -1,7 +1,7 @@
 """Runs on two CPU ranks predicted from one of them: python -m tests.benchmarks.planner
 
 One alternating sweep of one rank, data parallel and the step pipeline with even and uneven stages, with few and many
-samples. The rates come from one run: the first repeat of the even step pipeline with most samples, whose ranks are alone
+samples. The rates come from one run, the first repeat of the even step pipeline with most samples: its ranks are alone
 at the start and at the end and busy together in between. The link is measured first. Makespan and mean latency of every
 layout are then compared with the median of its repeats. Nothing else should run on the machine.
 """

@@ -114,7 +114,7 @@ def test_background_error(drawn):
 
 def test_a_scene_is_square(drawn):
     some, videos = drawn
-    with pytest.raises(ValueError, match="a scene is square"):
+    with pytest.raises(ValueError, match="a scene must be square"):
         quality.track(videos[0][:, :32], some[0])
 
 
