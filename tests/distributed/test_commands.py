@@ -118,5 +118,8 @@ def test_a_mistake_under_torchrun_is_said_once(torchrun, tmp_path):
     process = torchrun(2, "simulate", "--total-steps", 1, "--output-dir", tmp_path / "run")
     assert process.returncode != 0
     said = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    assert said == ["error: --pp 2: must be at most total_steps, 1"]
+    assert said == [
+        "error: torchrun's ranks 2: must be at most total_steps, 1 (every rank is a pipeline stage unless flags say "
+        "otherwise)"
+    ]
     assert not (tmp_path / "run").exists()

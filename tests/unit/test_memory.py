@@ -12,7 +12,7 @@ import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import execution
+from vdpp_core.config.execution import DTYPES, resolve
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import memory, published, replay, trace
 
@@ -113,7 +113,7 @@ def test_what_is_remembered_of_operators_is_what_they_give(change, monkeypatch):
     config = memory.alike(RunConfig(device="cpu", latent_shape=(1, 4, 5, 8, 8), parallel=Parallel()).replace(**change))
 
     def traces():
-        whole = execution.DTYPES[change.get("dtype", "fp32")]
+        whole = DTYPES[change.get("dtype", "fp32")]
         return trace.step.__wrapped__(config, whole), trace.decoding.__wrapped__(config, whole)
 
     monkeypatch.setattr(trace.Remembering, "known", {})
@@ -184,15 +184,19 @@ def test_videos_have_to_be_decoded_too():
     assert "--decode-chunk-size 1" in memory.remedies(at_once, card)
 
 
+def before_start(config, local_ranks):
+    return before_start(config, resolve(config, local_ranks))
+
+
 def test_what_is_said_before_a_start():
-    assert memory.before_start(RunConfig(parallel=Parallel(pp=2), device="cpu"), 2) == []
-    (alone,) = memory.before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
+    assert before_start(RunConfig(parallel=Parallel(pp=2), device="cpu"), 2) == []
+    (alone,) = before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
     assert "saves no memory" in alone
-    (narrow,) = memory.before_start(medium(memory_limit_gib=0.52), 1)
+    (narrow,) = before_start(medium(memory_limit_gib=0.52), 1)
     assert narrow.startswith("1 rank: will probably run out of memory: a rank needs 0.61 GiB and has 0.52 GiB")
-    assert memory.before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []
+    assert before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []
     with pytest.raises(ConfigError) as caught:
-        memory.before_start(medium(memory_limit_gib=0.5), 1)
+        before_start(medium(memory_limit_gib=0.5), 1)
     assert str(caught.value) == "memory_limit_gib 0.5: must be above the parameters of a rank, 0.509 GiB"
 
 
@@ -200,8 +204,8 @@ def test_a_limit_on_cuda_is_the_allocators():
     """The context comes on top of it."""
     row = published.memory_config(PUBLISHED[1])
     allocators = memory.needed(row) / GIB - memory.CONTEXT_GIB
-    assert memory.before_start(row.replace(memory_limit_gib=allocators + 0.02), 1) == []
-    (line,) = memory.before_start(row.replace(memory_limit_gib=allocators - 0.2), 1)
+    assert before_start(row.replace(memory_limit_gib=allocators + 0.02), 1) == []
+    (line,) = before_start(row.replace(memory_limit_gib=allocators - 0.2), 1)
     assert f"a rank needs {allocators:.2f} GiB and has {allocators - 0.2:.2f} GiB" in line
 
 
@@ -215,7 +219,12 @@ def test_the_command(capsys):
     published = ["--model", "svd", *shape, "--dtype", "fp16", "--guidance-mode", "sequential"]
     main(["memory", *published, "--fsdp", "--world-size", "7", "--capacity-gib", "23.68"])
     said = capsys.readouterr().out
-    for words in ("dp 7 × fsdp", "20.465 GB a rank", "down_blocks.2.attentions.0, 0.201 GB", "fits in 23.68 GiB"):
+    for words in (
+        "dp 7 × fsdp",
+        "20.465 GB per rank",
+        "down_blocks.2.attentions.0, 0.201 GB",
+        "fits in 25.43 GB",
+    ):
         assert words in said
 
 

@@ -67,5 +67,10 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 rendezvous_handler_registry.register(BACKEND, _create)
 
-if __name__ == "__main__":
+
+def main() -> None:
     run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={ADDRESS}", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -14,26 +14,14 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vdpp_core.config.layout import AXES, Parallel
+from vdpp_core.config.axes import AXES, AXIS_NAMES, FSDP
+from vdpp_core.config.layout import Parallel
 
 INK, PALE_INK = "#222222", "#555555"
-COLOURS = {
-    "dp": "#0072B2",
-    "pp": "#E69F00",
-    "cfg": "#009E73",
-    "frames": "#CC79A7",
-    "fsdp": "#5A3A1A",
-    "1 rank": "#777777",
-}
-MARKERS = {"dp": "o", "pp": "s", "cfg": "^", "frames": "D", "fsdp": "P", "1 rank": "x"}
-NAMES = {
-    "pp": "step pipeline (pp)",
-    "dp": "data parallel (dp)",
-    "cfg": "CFG parallel (cfg)",
-    "frames": "frame parallel (frames)",
-    "fsdp": "sharded (fsdp)",
-    "1 rank": "one rank",
-}
+ALONE = "1 rank"
+COLOURS = {axis.name: axis.colour for axis in (*AXES, FSDP)} | {ALONE: "#777777"}
+MARKERS = {axis.name: axis.marker for axis in (*AXES, FSDP)} | {ALONE: "x"}
+NAMES = {axis.name: axis.label for axis in (*AXES, FSDP)} | {ALONE: "one rank"}
 
 
 def use_theme() -> None:
@@ -46,8 +34,8 @@ def axis_of(layout: Parallel) -> str:
     """The key of COLOURS for a layout: its largest axis (of equal ones frames, cfg, pp, dp), fsdp for sharded replicas,
     or "1 rank"."""
     if layout.world_size == 1:
-        return "1 rank"
-    axis = max(reversed(AXES), key=lambda axis: getattr(layout, axis))
+        return ALONE
+    axis = max(reversed(AXIS_NAMES), key=layout.sizes.__getitem__)
     return "fsdp" if layout.fsdp and axis == "dp" else axis
 
 

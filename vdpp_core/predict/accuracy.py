@@ -11,6 +11,7 @@ import pandas as pd
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import published, rates
 from vdpp_core.predict.rates import Rates
@@ -87,7 +88,7 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
     for folder in folders:
         try:
             config, result = rates.finished(folder)
-            checkpoint.check_model(config)
+            checkpoint.check_model(config, resolve(config))
         except ConfigError:
             continue  # unfinished, damaged, or its model is gone
         if result.get("disturbed"):

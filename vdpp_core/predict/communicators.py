@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.runs import files
 
@@ -28,14 +29,14 @@ def opened(layout: Parallel, rank: int) -> int:
         return 0
     stage = layout.place(rank).stage
     neighbours = (stage > 0) + (stage + 1 < layout.pp)
-    groups = (layout.pp * layout.lockstep, layout.cfg, layout.frames, layout.shards)
+    groups = (layout.pp * layout.lockstep, *layout.lockstep_sizes.values(), layout.shards)
     return 1 + neighbours + sum(1 < size < layout.world_size for size in groups)
 
 
 def most(config: RunConfig) -> int:
     """The largest number of communicators that any rank of a run opens; 0 without NCCL."""
     layout = config.parallel or Parallel()
-    if execution.backend(config) != "nccl":
+    if resolve(config).backend != "nccl":
         return 0
     return max(opened(layout, layout.rank(0, stage)) for stage in range(layout.pp))
 

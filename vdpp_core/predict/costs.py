@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vdpp_core import models
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.parallel.fsdp_units import units
 from vdpp_core.predict import memory, trace
@@ -50,7 +51,7 @@ def cost(config: RunConfig, member: int | None = None) -> Cost:
         config.replace(num_samples=1, guidance_mode="batched", forward_chunking=False, enable_memory_opt=False)
     )
     with memory.countable(config):
-        flops, counted, exchanges = _counted(alike, execution.dtype(config), member or 0)
+        flops, counted, exchanges = _counted(alike, resolve(config).dtype, member or 0)
     sent = dict(counted)
     if member is None and (config.parallel or Parallel()).frames > 2:
         sent["halo"] *= 2
@@ -70,13 +71,13 @@ def gathering(config: RunConfig) -> tuple[int, int]:
     shards = (config.parallel or Parallel()).shards
     if shards == 1:
         return 0, 0
-    whole, pieces = _units(config.model, config.model_id, execution.dtype(config))
+    whole, pieces = _units(config.model, config.model_id, resolve(config).dtype)
     return passes(config) * whole * (shards - 1) // shards, passes(config) * pieces
 
 
 def parameters(config: RunConfig) -> int:
     """Bytes of the UNet's parameters."""
-    return _units(config.model, config.model_id, execution.dtype(config))[0]
+    return _units(config.model, config.model_id, resolve(config).dtype)[0]
 
 
 def sent_by_all(config: RunConfig) -> dict[str, int]:
@@ -98,7 +99,7 @@ def formula(config: RunConfig) -> dict[str, float]:
     ranks = (config.parallel or Parallel()).frames
     batch, channels, frames, rows, columns = config.shape
     videos = batch * (2 if config.guidance_scale > 1 else 1)
-    frame = videos * execution.element_size(config)  # bytes of one value of a frame, in all videos
+    frame = videos * resolve(config).element_size  # bytes of one value of a frame, in all videos
     layers = temporal_layers(config.model, config.model_id)
     transformers, resnets = (
         sum(width * -(-rows // 2**level) * -(-columns // 2**level) for level, width in layers[kind])
@@ -146,7 +147,7 @@ def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, C
     with trace.Remembering(), FlopCounterMode(display=False) as counter:
         denoiser.begin(0, 0).step(latents, 0)
     sent: Counter[str] = Counter()
-    for axis, group in groups.items():
+    for group in groups.values():
         for (_, kind), count in group.sent.items():
-            sent["guidance" if axis == "cfg" else kind] += count
+            sent[kind] += count
     return counter.get_total_flops(), sent, sum(group.exchanges for group in groups.values())

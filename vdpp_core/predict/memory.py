@@ -10,8 +10,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
 from vdpp_core.parallel import devices
@@ -80,7 +81,7 @@ def fit(config: RunConfig, capacity: float) -> Fit:
     On a GPU, the caching allocator's decisions are replayed one by one, fragmentation included, in what `outside`
     leaves. On a CPU, the peak times CPU_ALLOWANCE plus CPU_CONSTANT must fit.
     """
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return Fit(needed(config) <= capacity)
     try:
         for phase in _phases(config):
@@ -92,14 +93,14 @@ def fit(config: RunConfig, capacity: float) -> Fit:
 
 def needed(config: RunConfig) -> int:
     """The smallest device that a rank fits, in bytes, as by `fit`."""
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return int(max(peak(*phase).total for phase in _phases(config)) * CPU_ALLOWANCE + CPU_CONSTANT)
     return max(room_needed(*phase) for phase in _phases(config)) + outside(config)
 
 
 def outside(config: RunConfig) -> int:
     """Bytes that the rank with most communicators uses on a GPU outside PyTorch's allocator; 0 on a CPU."""
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return 0
     gib_each, _ = communicators.gib_each()
     return int((CONTEXT_GIB + communicators.most(config) * gib_each) * GIB)
@@ -108,7 +109,7 @@ def outside(config: RunConfig) -> int:
 def outside_a_limit(config: RunConfig) -> int:
     """Bytes of the emulated device beyond a run's memory limit, which on CUDA limits PyTorch's allocator only."""
     limited = config.memory_limit_gib is not None
-    return outside(config) if limited and execution.device_type(config) == "cuda" else 0
+    return outside(config) if limited and resolve(config).device_type == "cuda" else 0
 
 
 def device_gib(config: RunConfig, capacity_gib: float | None) -> float | None:
@@ -126,7 +127,7 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     """
     if capacity_gib is not None:
         check_capacity(capacity_gib)
-    checkpoint.check_model(config)
+    checkpoint.check_model(config, resolve(config))
     expected, decoding = predict(config), predict_decoding(config)
     opened, (gib_each, known) = communicators.most(config), communicators.gib_each()
     facts: dict[str, Any] = {
@@ -176,7 +177,7 @@ def _chunk_that_fits(config: RunConfig, capacity: float) -> int | None:
 
 
 def _allowed_for_decoding(config: RunConfig, capacity: float) -> float:
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return (capacity - CPU_CONSTANT) / CPU_ALLOWANCE
     return capacity - outside(config)
 
@@ -233,7 +234,7 @@ def _with_fsdp(config: RunConfig, capacity: float, words: str) -> list[str]:
     own = config.parallel or Parallel()
     fewest = own.dp + 1 if own.fsdp else 1 if own.lockstep > 1 else 2
     for replicas in range(fewest, MOST_RANKS // own.lockstep + 1):
-        layout = Parallel(dp=replicas, pp=own.pp, cfg=own.cfg, frames=own.frames, fsdp=True)
+        layout = Parallel(**(own.model_dump() | {"dp": replicas, "fsdp": True}))
         if fit(config.replace(parallel=layout), capacity).fits:
             return [f"{words}--fsdp on {layout.world_size} ranks"]
     return []
@@ -268,9 +269,7 @@ def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
 
 def _decoding(config: RunConfig) -> trace.Trace:
     with countable(config):
-        return trace.decoding(
-            alike(config).replace(decode_chunk_size=config.decode_chunk_size), execution.dtype(config)
-        )
+        return trace.decoding(alike(config).replace(decode_chunk_size=config.decode_chunk_size), resolve(config).dtype)
 
 
 def trace_of(config: RunConfig) -> trace.Trace:
@@ -280,7 +279,7 @@ def trace_of(config: RunConfig) -> trace.Trace:
         ConfigError: the video is too large for the meta device.
     """
     with countable(config):
-        return trace.step(alike(config), execution.dtype(config))
+        return trace.step(alike(config), resolve(config).dtype)
 
 
 @contextmanager
@@ -298,15 +297,15 @@ def alike(config: RunConfig) -> RunConfig:
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
     layout = config.parallel or Parallel()
     samples = math.ceil(config.num_samples / (1 if config.fsdp_same_sample else layout.dp))
-    lockstep = Parallel(cfg=layout.cfg, frames=layout.frames)
+    lockstep = Parallel(**layout.lockstep_sizes)
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
         parallel=lockstep, random_weights=True, latent_shape=config.shape, num_samples=samples, **mode, **kept
     )
 
 
-def before_start(config: RunConfig, local_ranks: int) -> list[str]:
-    """Warnings about memory before a run starts with `local_ranks` ranks on this machine.
+def before_start(config: RunConfig, execution: Execution) -> list[str]:
+    """Warnings about memory before a run starts on this machine.
 
     Raises:
         ConfigError: its memory limit is below the parameters of a rank.
@@ -314,7 +313,7 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     found, layout = [], config.layout
     if layout.fsdp and layout.shards == 1:
         found.append("fsdp with one rank per stage saves no memory: no other rank shares the parameters")
-    capacity, limited = devices.capacity(config, local_ranks), config.memory_limit_gib is not None
+    capacity, limited = devices.capacity(config, execution), config.memory_limit_gib is not None
     if not limited and _at_most(config) + outside(config) < capacity:
         return found
     if limited and (parameters := predict(config).parameters) > capacity:

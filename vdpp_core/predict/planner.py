@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXES, AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
 from vdpp_core.parallel.devices import GIB
@@ -92,14 +93,14 @@ def advise(
         modes = tuple(reversed(modes))
     bar = tqdm(list(layouts(gpus)), desc="layouts", leave=False, disable=None)
     rows: list[dict[str, Any]] = []
-    fit_whole: set[tuple[int, int]] = set()  # (cfg, frames), which decide a rank's memory without sharding
+    fit_whole: set[tuple[int, ...]] = set()  # the lockstep sizes, which decide a rank's memory without sharding
     for layout in bar:
-        if layout.fsdp and goal != "memory" and (layout.cfg, layout.frames) in fit_whole:
+        if layout.fsdp and goal != "memory" and tuple(layout.lockstep_sizes.values()) in fit_whole:
             rows.append(_excluded(layout, "fits without sharding, which would only slow it down"))
             continue
         rows.append(_row(config, layout, known, capacity_gib, modes, predictor, arrivals))
         if rows[-1]["fits"] and not layout.fsdp:
-            fit_whole.add((layout.cfg, layout.frames))
+            fit_whole.add(tuple(layout.lockstep_sizes.values()))
     table = pd.DataFrame(rows)
     one_by_one = bool(np.any(arrivals))
     order = [*GOALS[goal], "gpus", "fsdp", "needed_gib"]
@@ -143,11 +144,12 @@ def look(
 
 def layouts(gpus: int) -> Iterator[Parallel]:
     """All layouts on up to `gpus` GPUs, with and without sharding where a stage has several ranks."""
-    sizes = range(1, gpus + 1)
-    for dp, pp, cfg, frames in itertools.product(sizes, sizes, (1, 2), sizes):
-        if dp * pp * cfg * frames <= gpus:
-            for fsdp in (False, True)[: 1 + (dp * cfg * frames > 1)]:
-                yield Parallel(dp=dp, pp=pp, cfg=cfg, frames=frames, fsdp=fsdp)
+    for sizes in itertools.product(*(range(1, min(gpus, axis.most) + 1) for axis in AXES)):
+        if math.prod(sizes) <= gpus:
+            layout = dict(zip(AXIS_NAMES, sizes, strict=True))
+            yield Parallel(**layout)
+            if math.prod(sizes) > layout["pp"]:
+                yield Parallel(**layout, fsdp=True)
 
 
 def check(config: RunConfig, gpus: int, goal: str, capacity_gib: float | None) -> None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.predict import costs, memory
 from vdpp_core.predict.costs import Cost
@@ -75,7 +76,7 @@ class Predictor:
         """
         room = self.fit.room(config) if self.fit and self.fit.covers(config) else self._counted(config)
         batch, channels, _, rows, columns = config.shape
-        image_latents = batch * channels * rows * columns * execution.element_size(config)
+        image_latents = batch * channels * rows * columns * resolve(config).element_size
         more = (len(config.samples(0)) - 1) * image_latents * (2 if config.guidance_scale > 1 else 1)
         return Room(room.peak + more, room.needed + more + memory.outside(config))
 
@@ -130,7 +131,7 @@ class _Fit:
         sent = {kind: int(videos / batch * size) for kind, size in _sent(config).items()}
         exchanges = costs.passes(config) * self.exchanges if layout.frames > 1 else 0
         if layout.cfg == 2:
-            sent["guidance"] = math.prod(config.shape) * execution.element_size(config)
+            sent["guidance"] = math.prod(config.shape) * resolve(config).element_size
             exchanges += 1
         return Cost(int(flops), sent, exchanges, *costs.gathering(config))
 
@@ -143,7 +144,8 @@ class _Fit:
 
 def _family(config: RunConfig) -> tuple[Any, ...]:
     """What must be equal for the figures of one run to say something about another."""
-    kind = config.model, config.model_id, execution.dtype(config), execution.device_type(config)
+    execution = resolve(config)
+    kind = config.model, config.model_id, execution.dtype, execution.device_type
     return *kind, config.shortcuts, config.chunked
 
 

@@ -15,8 +15,9 @@ import pandas as pd
 from numpy.typing import ArrayLike
 from pydantic import Field
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, checked_dataclass
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import costs, schedule
@@ -130,7 +131,7 @@ def shared(config: RunConfig, rates: Rates) -> Rates:
 
 def hop_s(config: RunConfig, rates: Rates) -> float:
     """Seconds of a hand-off: the latents of a sample go from one stage to the next."""
-    return rates.link.seconds(math.prod(config.shape) * execution.element_size(config))
+    return rates.link.seconds(math.prod(config.shape) * resolve(config).element_size)
 
 
 def predict(config: RunConfig, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
@@ -174,7 +175,7 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     config, result = finished(folder, though_disturbed)
     if not is_plain(config.layout):
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
-    checkpoint.check_model(config)
+    checkpoint.check_model(config, resolve(config))
     on_cpu = result["device"] == "cpu"
     events = runfolder.read_events(folder)
     spans = results.measured_spans(events)

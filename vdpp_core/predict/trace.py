@@ -192,8 +192,8 @@ def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
     Returns:
         axis -> the group, which counts what it would send.
     """
-    place = dict(zip(("cfg", "frames"), divmod(member, layout.frames), strict=True))
-    groups = {axis: Group(size, place[axis]) for axis in place if (size := getattr(layout, axis)) > 1}
+    place = layout.coordinates(member)
+    groups = {axis: Group(size, place[axis]) for axis, size in layout.lockstep_sizes.items() if size > 1}
     parallelize.split_forward(unet, groups)
     return groups
 
