@@ -12,6 +12,7 @@ import socket
 import sys
 
 from torch.distributed import PrefixStore, TCPStore, run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -68,4 +69,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 rendezvous_handler_registry.register(BACKEND, _create)
 
 if __name__ == "__main__":
-    run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={ADDRESS}", *sys.argv[1:]])
+    try:
+        run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={ADDRESS}", *sys.argv[1:]])
+    except SignalException as signalled:  # Ctrl-C, which its ranks received from it
+        raise SystemExit(128 + signalled.sigval) from None
