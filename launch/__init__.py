@@ -1,4 +1,4 @@
-"""Runs in the background: started from a notebook or a terminal, watched from anywhere, ended without orphans."""
+"""Runs in the background: started from a notebook or a terminal, watched from anywhere, stopped without orphans."""
 
 from launch.job import Job, attach, jobs, start
 from launch.link_speed import probe

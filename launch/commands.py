@@ -21,13 +21,14 @@ from launch.machines.nodes import Nodes
 from vdpp_core.cli import arguments
 from vdpp_core.cli.arguments import RUN, N, RunCommand, Switch, shown, whole_number
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.layout import AXES, Parallel
+from vdpp_core.config.layout import Parallel
 from vdpp_core.runs import runfolder
 
 PROG = "python -m launch"
 PURPOSE = "Start runs in the background, watch them, end them and report on them."
-LAYOUTS = (*AXES, "fsdp")
+LAYOUTS = (*AXIS_NAMES, "fsdp")
 MOST_LINES = 1_000_000
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Sweep:
             table = running.wait()
         except KeyboardInterrupt:
             table = running.stop()
-        _print_table(table.drop(columns=["run_id", *AXES, "fsdp"]), self.what.as_json)
+        _print_table(table.drop(columns=["run_id", *AXIS_NAMES, "fsdp"]), self.what.as_json)
 
     def _configs(self, ranks: Sequence[int]) -> list[RunConfig]:
         names = self.layouts.split(",")
@@ -167,9 +168,7 @@ class Sweep:
             raise ConfigError("layouts", self.layouts, allowed)
         layouts = {_layout(name, number, alone=names == ["fsdp"]) for number in ranks for name in names}
         base = arguments.without_layout(self.what.flags)
-        ordered = sorted(
-            layouts, key=lambda layout: (layout.world_size, layout.fsdp, *(getattr(layout, axis) for axis in AXES))
-        )
+        ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.fsdp, *layout.sizes.values()))
         return [base.replace(parallel=layout) for layout in ordered]
 
 
@@ -277,11 +276,13 @@ class Report:
 
     notebooks: Positional[Annotated[tuple[str, ...], shown("[NOTEBOOK ...]")]] = ()  # names, their beginnings, or paths
     set: Annotated[UseAppendAction[tuple[str, ...]], shown("NAME=VALUE")] = ()  # a parameter in notebooks that have it
+    update_figures: Switch = False  # replace the pictures in figures/ as well
 
     def __call__(self) -> None:
         from launch.report.execute import report
 
-        if any(book.error for book in report(list(self.notebooks), list(self.set))):
+        done = report(list(self.notebooks), list(self.set), update_figures=self.update_figures)
+        if any(book.error for book in done):
             raise SystemExit(1)
 
 

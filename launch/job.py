@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch import warm
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
 from launch.terminate import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers, settle
 from vdpp_core.config import RunConfig
@@ -239,8 +238,8 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     """Check a run and make its folder."""
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
     config = config.for_ranks(ranks)
-    checks.check(config, local_ranks=ranks)
-    for line in [*checks.before_start(config, ranks), *memory.before_start(config, ranks)]:
+    execution = checks.check(config, local_ranks=ranks)
+    for line in [*checks.before_start(config, execution), *memory.before_start(config, execution)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.create(config)
 
@@ -248,25 +247,23 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
 def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
     nodes.check()
     config = config.for_ranks(nodes.world_size)
-    checks.check(config, local_ranks=nodes.nproc)
-    for line in [*memory.before_start(config, nodes.nproc), *nodes.crossings(config)]:
+    execution = checks.check(config, local_ranks=nodes.nproc)
+    for line in [*memory.before_start(config, execution), *nodes.crossings(config)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.join(config.replace(output_dir=config.output_dir or runfolder.runs_root() / nodes.run_id))
 
 
 def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes: Nodes | None = None) -> None:
     """Start the process that watches over these runs, one after another. It outlives the caller."""
-    command = [sys.executable, "-m", "launch.supervisor", *map(str, folders)]
+    words = ["launch.supervisor", *map(str, folders)]
     if sweep is not None:
-        command += ["--sweep", str(sweep)]
+        words += ["--sweep", str(sweep)]
     if nodes is not None:
-        command += nodes.as_flags()
+        words += nodes.as_flags()
     with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        pid = warm.start(words, stdout=file.fileno(), stderr=file.fileno())
     for folder in folders:
-        processes.write_launcher(folder, process.pid, alone=nodes is None)
+        processes.write_launcher(folder, pid, alone=nodes is None)
 
 
 def attach(run_id: str, root: Path | None = None) -> Job | Sweep:

@@ -1,4 +1,4 @@
-"""Several runs one after another in the background, their repeats interleaved so that comparisons are paired."""
+"""Several runs one after another in the background; repeats are interleaved, so that comparisons are paired."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from vdpp_core.runs import files, processes, runfolder
 
 
 class Sweep:
-    """A sweep that was started: a folder of run folders, with table.csv renewed after each run.
-
-    Raises:
-        ConfigError: its sweep.json is damaged.
-    """
+    """A started sweep: a folder of run folders, and table.csv, which is rewritten after each run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_id = folder, folder.name
@@ -38,10 +34,10 @@ class Sweep:
 
     @functools.cached_property
     def runs(self) -> list[dict[str, Any]]:
-        """run_id, config and repeat of each run, in their order of execution.
+        """run_id, config (its number) and repeat of each run, in the order of execution.
 
         Raises:
-            ConfigError: sweep.json is damaged, or names what is no run of this sweep.
+            ConfigError: sweep.json is damaged, or names a run outside this sweep.
         """
         try:
             runs = json.loads((self.folder / "sweep.json").read_text(encoding="utf-8"))
@@ -49,15 +45,15 @@ class Sweep:
                 return runs
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
-        raise ConfigError("folder", self.folder, "must be a sweep's, with a whole sweep.json")
+        raise ConfigError("folder", self.folder, "must be a sweep's folder with a valid sweep.json")
 
     @property
     def jobs(self) -> list[Job]:
-        """The runs in their order of execution."""
+        """The runs in the order of execution."""
         return [Job(self.folder / run["run_id"]) for run in self.runs]
 
     def status(self) -> str:
-        """How many of the runs are done; or ok; or how many ended otherwise."""
+        """How many runs are done; once all are, "ok" or how many ended otherwise."""
         outcomes = [job.outcome() for job in self.jobs]
         if None in outcomes:
             return f"running, {len(outcomes) - outcomes.count(None)} of {len(outcomes)} done"
@@ -65,20 +61,20 @@ class Sweep:
         return f"{len(outcomes) - outcomes.count('ok')} of {len(outcomes)} not ok: {', '.join(bad)}" if bad else "ok"
 
     def progress(self) -> dict[str, Any]:
-        """runs_finished, num_runs, and the progress of the run that goes on."""
-        going = [job for job in self.jobs if job.outcome() is None]
+        """status, runs_finished, num_runs, and run: the progress of the current run, or None."""
+        unfinished = [job for job in self.jobs if job.outcome() is None]
         return {
             "status": self.status(),
-            "runs_finished": len(self.runs) - len(going),
+            "runs_finished": len(self.runs) - len(unfinished),
             "num_runs": len(self.runs),
-            "run": {"run_id": going[0].run_id, **going[0].progress()} if going else None,
+            "run": {"run_id": unfinished[0].run_id, **unfinished[0].progress()} if unfinished else None,
         }
 
     def wait(self, timeout: float | None = None) -> pd.DataFrame:
-        """The table, once all runs have ended.
+        """Wait until all runs have ended; returns the table.
 
         Raises:
-            TimeoutError: it goes on after `timeout` seconds; it is not stopped.
+            TimeoutError: runs are left after `timeout` seconds; they continue.
         """
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         for job in self.jobs:
@@ -89,44 +85,49 @@ class Sweep:
         return self.table()
 
     def stop(self) -> pd.DataFrame:
-        """End the run that goes on and drop those that wait."""
-        watched_over = [job.folder for job in self.jobs if processes.read_launcher(job.folder)]
-        if watched_over:
-            end(watched_over[-1])  # one process has them all
+        """Stop the current run and drop the waiting ones; returns the table."""
+        launched = [job.folder for job in self.jobs if processes.read_launcher(job.folder)]
+        if launched:
+            end(launched[-1])  # one launcher runs them all
         else:
             end_by_name(self.folder)
         for job in self.jobs:
-            with contextlib.suppress(ConfigError):  # its folder is gone, or its config.json is damaged
+            with contextlib.suppress(ConfigError):  # its folder is gone or its config.json is damaged
                 settle(job.folder, reason="stopped")
         return self.table()
 
     def table(self) -> pd.DataFrame:
-        """One row a finished run: which repeat of which configuration, and the columns of `compare.tables.table`."""
+        """A row for each finished run: its configuration and repeat, and the columns of `compare.tables.table`."""
         labels = pd.DataFrame(self.runs)
         return labels.merge(tables.table([job.folder for job in self.jobs]), on="run_id", how="inner")
 
     def write_table(self) -> None:
-        """table.csv in the sweep's folder."""
+        """Write table.csv in the sweep's folder."""
         files.write_atomically(self.folder / "table.csv", self.table().to_csv(index=False))
 
 
 def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = None) -> Sweep:
-    """Start runs that differ as `configs` do, each `repeats` times: A B C, C B A, A B C, …
+    """Start one run after another, each configuration `repeats` times in alternating order: A B C, C B A, A B C, …
 
     Every configuration is checked before the first run starts.
 
+    Args:
+        root: the folder that will hold the sweep's folder; by default runs/.
+
     Raises:
-        ConfigError: one line on what cannot be; nothing was started.
+        ConfigError: a configuration is invalid; nothing was started.
     """
     if not configs:
-        raise ConfigError("configs", "", "must be at least one configuration")
+        raise ConfigError("configs", "", "must hold at least one configuration")
     if repeats < 1:
         raise ConfigError("repeats", repeats, "must be at least 1")
     ready = [config.for_ranks((config.parallel or Parallel()).world_size) for config in configs]
     for config in ready:
         checks.check(config, config.layout.world_size)
         if config.output_dir is not None:
-            raise ConfigError("output_dir", config.output_dir, "not in a sweep: each run has a folder of its own")
+            raise ConfigError(
+                "output_dir", config.output_dir, "not allowed in a sweep, which makes a folder for each run"
+            )
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep-{secrets.token_hex(2)}"
     folder = (root or runfolder.runs_root()) / name
     runs: list[dict[str, Any]] = []

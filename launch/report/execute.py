@@ -1,9 +1,9 @@
-"""Executes notebooks in order and renders them: python -m launch report --set total_steps=14 01 04.
+"""Execute notebooks in order and render them: python -m launch report --set total_steps=14 01 04.
 
-Each report is a dated folder in figures/reports/ that can be read without a network: index.html, a page a notebook,
-figures/ as PNG and SVG, tables/ as CSV, runs.csv. figures/reports/index.html leads to the latest one. A notebook that
-fails is named with its cell, and the others are still made. figures/NAME.png, which the README shows, are renewed by a
-report of all notebooks with their own parameters, and by no other.
+Each report is a dated folder in figures/reports/ that needs no network: index.html, a page for each notebook, figures/
+as PNG and SVG, tables/ as CSV, runs.csv. figures/reports/index.html leads to the latest one. When a notebook fails, the
+index names the cell and the report goes on with the next notebook. A report writes nowhere else, unless it is asked to
+update the pictures in figures/ that the README shows.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ from vdpp_core.runs.files import write_atomically
 
 PROJECT = Path(__file__).resolve().parents[2]
 CELL_TIMEOUT_S = 900
-UNKNOWN_S = 60.0  # for a notebook that does not say in its metadata how long it took on two cores
+UNKNOWN_S = 60.0  # for a notebook whose metadata does not record its time on two cores
 
 
 class Clock:
-    """What is left, from the seconds that each notebook took where it was written and the pace so far here."""
+    """Estimates the time left, from the seconds recorded in each notebook's metadata and the pace so far.
+
+    Args:
+        expected: seconds of each notebook.
+    """
 
     def __init__(self, expected: list[float]) -> None:
         self.expected, self.began = expected, time.monotonic()
 
     def left(self, notebook: int, cells_done: float) -> float:
-        """Seconds left when a share of the cells of notebook number `notebook` is done."""
+        """Seconds left once `cells_done`, a share from 0 to 1, of the cells of notebook number `notebook` are done."""
         done = sum(self.expected[:notebook]) + self.expected[notebook] * cells_done
         rest = sum(self.expected) - done
         pace = (time.monotonic() - self.began) / done if done > 0.1 * sum(self.expected) else 1.0
@@ -49,16 +53,19 @@ def report(
     settings: Sequence[str] = (),
     notebooks: Path = PROJECT / "notebooks",
     figures: Path = PROJECT / "figures",
+    update_figures: bool = False,
 ) -> list[Done]:
-    """Execute the notebooks of a folder that are named, or all, and write the report; prints what it is at and how long
-    it has left.
+    """Execute notebooks and write a report; prints the current cell and the time left.
 
     Args:
-        names: what the notebooks' names begin with, or paths.
-        settings: NAME=VALUE of parameters. A notebook that lacks one does without.
+        names: beginnings of notebook names, or paths; all notebooks of the folder if empty.
+        settings: NAME=VALUE of parameters, set in each notebook that has the parameter.
+        notebooks: the folder of the notebooks.
+        figures: the folder that holds reports/.
+        update_figures: also replace each picture in `figures` that the report draws anew.
 
     Raises:
-        ConfigError: one line on what cannot be; nothing was executed.
+        ConfigError: a name or a setting is invalid; nothing was executed.
     """
     paths = parameters.choose(names, notebooks)
     books = {path.stem: parameters.read(path) for path in paths}
@@ -72,11 +79,10 @@ def report(
         done.append(_make(book, path, changed[path.stem], folder, (number, clock)))
         pages.write_index(folder, done)
         print(f"    {done[-1].error or 'ok'}, {done[-1].seconds:.0f} s", flush=True)
-        if not names and not settings:
-            for name in pages.tagged_figures(book):
-                if (picture := folder / f"figures/{name}.png").exists():
-                    shutil.copy(picture, figures)
     pages.write_entry(figures / "reports", folder)
+    for picture in figures.glob("*.png") if update_figures else ():
+        if (drawn := folder / "figures" / picture.name).exists():
+            shutil.copy(drawn, picture)
     print(f"report: {(folder / 'index.html').as_uri()}")
     return done
 
@@ -94,13 +100,13 @@ def _make(book: Any, path: Path, changed: dict[str, Any], folder: Path, at: tupl
 
 
 def _execute(book: Any, path: Path, number: int, clock: Clock) -> tuple[str | None, str | None]:
-    """Run a notebook in place; what went wrong, if something did, and the id of the cell."""
+    """Run a notebook in place; returns the error and the id of the failed cell, or None twice."""
     code = pages.code_cells(book)
     numbers = {id(cell): position for position, cell in enumerate(code, start=1)}
     name = f"[{number + 1}/{len(clock.expected)}] {path.stem}"
-    at = 0  # the cell that was begun last
+    at = 0  # the cell that was started last
 
-    def say(cell: Any, cell_index: int) -> None:
+    def report_progress(cell: Any, cell_index: int) -> None:
         nonlocal at
         if id(cell) in numbers:
             at = numbers[id(cell)]
@@ -113,11 +119,11 @@ def _execute(book: Any, path: Path, number: int, clock: Clock) -> tuple[str | No
         kernel_name="python3",
         extra_arguments=KERNEL_ARGUMENTS,
         resources={"metadata": {"path": str(path.parent)}},
-        on_cell_execute=say,
+        on_cell_execute=report_progress,
     )
     try:
-        client.execute(stderr=subprocess.DEVNULL)  # the kernel's own words; a cell's are in the notebook
-    except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # the last where the kernel dies
+        client.execute(stderr=subprocess.DEVNULL)  # the kernel's own; the notebook holds that of its cells
+    except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # RuntimeError: the kernel died
         words = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error)
         cell = code[at - 1] if at else {}
         return f"failed in cell {at}: {' '.join(words.split())[:300]}", cell.get("id")

@@ -1,6 +1,6 @@
-"""An IPython extension for kernels that execute a report: what a cell shows is also there as SVG and CSV.
+"""An IPython extension for the kernels of a report: figures also come as SVG, tables also as CSV.
 
-The report's page keeps the PNG and the HTML; its files are made of these, which are not rounded.
+The page shows the PNG and the HTML. The CSV holds all rows and digits, which the HTML rounds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ KERNEL_ARGUMENTS = [
 
 class _CSVFormatter(BaseFormatter):
     format_type = Unicode("text/csv")
-    print_method = ObjectName("_repr_csv_")  # that nothing has: only what is registered
+    print_method = ObjectName("_repr_csv_")  # no object has it: only registered types come as CSV
 
 
 def load_ipython_extension(shell: Any) -> None:
+    """Register the CSV formatter with an IPython shell."""
     formatter = _CSVFormatter(parent=shell.display_formatter)
     formatter.for_type(pd.DataFrame, pd.DataFrame.to_csv)
     formatter.for_type(Styler, lambda styled: styled.data.to_csv())

@@ -1,8 +1,8 @@
-"""What a report is made of: a page for each notebook, its figures and tables as files, its runs, and the index."""
+"""The files of a report: a page for each notebook, its figures and tables, a list of its runs, and the index."""
 
 from __future__ import annotations
 
-import base64
+import copy
 import json
 import re
 import time
@@ -13,21 +13,25 @@ from typing import Any
 
 import pandas as pd
 from nbconvert import HTMLExporter
+from nbconvert.preprocessors import ExtractOutputPreprocessor
+from traitlets.config import Config
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs import machine, runfolder
 from vdpp_core.runs.files import write_atomically
 
+FIGURE, SVG, TABLE = "image/png", "image/svg+xml", "text/csv"
 WIDGET = "application/vnd.jupyter.widget-view+json"
+SHOWN = ["text/html", "text/markdown", FIGURE, "text/plain"]  # the richest first; the SVG is a file beside the page
 STYLE = """body{font:15px/1.5 sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}
 td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top}img{max-width:100%;border:1px solid #ddd}
-figure{margin:1em 0}.runs{font-size:12px}"""
+figure{margin:1em 0}.runs{font-size:12px;overflow-x:auto}"""
 
 
 @dataclass
 class Done:
-    """One executed notebook; of its figures, each a PNG and often an SVG, and of its tables the files."""
+    """An executed notebook, and the paths of its figures (each a PNG and usually an SVG) and tables in the report."""
 
     path: Path
     title: str
@@ -41,32 +45,36 @@ class Done:
 
 
 def title_of(book: Any, path: Path) -> str:
+    """The first heading of a notebook, or its file name."""
     lines = (line for cell in book.cells if cell.cell_type == "markdown" for line in cell.source.splitlines())
     return next((line.lstrip("# ") for line in lines if line.startswith("# ")), path.stem)
 
 
 def render(book: Any, title: str) -> str:
-    """HTML that needs no network and no script: widget views are left out, the static figure after each shows the
-    same; of a figure the PNG is kept."""
+    """HTML that needs neither a network nor scripts.
+
+    Widgets are left out: the static figure after each one shows the same. nbconvert's own way of leaving out scripts,
+    an empty URL for each, still writes their tags.
+    """
+    book = copy.deepcopy(book)
     for cell in book.cells:
         if cell.cell_type == "code":
             cell.outputs = [out for out in cell.outputs if WIDGET not in out.get("data", {})]
-            for out in cell.outputs:
-                if "image/png" in out.get("data", {}):
-                    out.data.pop("image/svg+xml", None)
     book.metadata.pop("widgets", None)
-    exporter = HTMLExporter(embed_images=True, exclude_input_prompt=True, exclude_output_prompt=True)
+    shown = Config({"NbConvertBase": {"display_data_priority": SHOWN}})
+    exporter = HTMLExporter(config=shown, embed_images=True, exclude_input_prompt=True, exclude_output_prompt=True)
     page, _ = exporter.from_notebook_node(book, resources={"metadata": {"name": title}})
     return re.sub(r"<script\b.*?</script>", "", page, flags=re.DOTALL)
 
 
 def code_cells(book: Any) -> list[Any]:
-    """Those that the notebook's file has: the first one is cell 1."""
+    """The code cells of the notebook's file, without the injected one: the first is cell 1."""
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     return [cell for cell in code if "injected-parameters" not in cell.metadata.get("tags", [])]
 
 
 def tagged_figures(book: Any) -> list[str]:
+    """NAME of each tag `figure:NAME`, in order."""
     return [name for cell in code_cells(book) for name in _figure_names(cell)]
 
 
@@ -75,23 +83,34 @@ def _figure_names(cell: Any) -> list[str]:
 
 
 def save_outputs(book: Any, stem: str, folder: Path) -> tuple[list[list[str]], list[str]]:
-    """Write each figure as figures/NAME.png and .svg and each table as tables/NAME.csv: (figures, tables). A figure is
-    called what its cell's tag `figure:NAME` says; without a tag, as tables are, by notebook and number of the cell."""
-    figures, tables = [], []
-    for kind in ("figures", "tables"):
-        (folder / kind).mkdir(exist_ok=True)
+    """Write each figure as figures/NAME.png and .svg, and each table as tables/NAME.csv.
+
+    A figure is named by its cell's tag `figure:NAME`; without a tag of its own, and for tables, NAME is the notebook
+    and the number of the cell.
+
+    Returns:
+        The figures' paths in the folder, one list for each figure, and the tables' paths.
+    """
+    book = copy.deepcopy(book)
+    figures: list[list[str]] = []
+    tables: list[str] = []
     for number, cell in enumerate(code_cells(book), start=1):
-        tags, shown = _figure_names(cell), [out.data for out in cell.get("outputs", []) if "data" in out]
-        for index, data in enumerate([data for data in shown if "image/png" in data]):
-            name = f"figures/{tags[index] if index < len(tags) else _name(stem, number, index)}"
-            (folder / f"{name}.png").write_bytes(base64.b64decode(data["image/png"]))
-            figures.append([f"{name}.png"])
-            if "image/svg+xml" in data:
-                write_atomically(folder / f"{name}.svg", data["image/svg+xml"])
-                figures[-1].append(f"{name}.svg")
-        for index, data in enumerate([data for data in shown if "text/csv" in data]):
-            tables.append(f"tables/{_name(stem, number, index)}.csv")
-            write_atomically(folder / tables[-1], data["text/csv"])
+        shown = [out for out in cell.get("outputs", []) if "data" in out]
+        tags = _figure_names(cell)
+        for index, out in enumerate([out for out in shown if FIGURE in out.data]):
+            name = tags[index] if index < len(tags) else _name(stem, number, index)
+            if [f"figures/{name}.png"] in [files[:1] for files in figures]:
+                name = _name(stem, number, index)
+            figures.append([f"figures/{name}.png", *([f"figures/{name}.svg"] if SVG in out.data else [])])
+            out.metadata["filename"] = name
+        for index, out in enumerate([out for out in shown if TABLE in out.data]):
+            out.metadata["filename"] = _name(stem, number, index)
+            tables.append(f"tables/{out.metadata['filename']}.csv")
+    extract = ExtractOutputPreprocessor(extract_output_types={FIGURE, SVG, TABLE})
+    _, resources = extract.preprocess(book, {"outputs": {}})
+    for path in [*(path for files in figures for path in files), *tables]:
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(resources["outputs"][Path(path).name])
     return figures, tables
 
 
@@ -100,13 +119,15 @@ def _name(stem: str, cell: int, index: int) -> str:
 
 
 def run_folders(root: Path) -> set[Path]:
-    """All runs, also those of sweeps."""
+    """The folders of all runs under `root`, those of sweeps included."""
     return {path.parent for depth in ("*", "*/*") for path in root.glob(f"{depth}/config.json")}
 
 
 def runs_of(book: Any, root: Path, before: set[Path]) -> list[dict[str, Any]]:
-    """The runs under `root` that a notebook made, which are those that were not there before, and those that it used:
-    that it, or a figure's small print, names by their id or their sweep's."""
+    """The runs under `root` that a notebook made or used, a row for runs.csv each.
+
+    It made those that are not in `before`. It used those whose id, or whose sweep's id, its outputs name.
+    """
     shown = json.dumps([cell.get("outputs", []) for cell in book.cells])
     rows = []
     for folder in sorted(run_folders(root)):
@@ -125,7 +146,7 @@ def runs_of(book: Any, root: Path, before: set[Path]) -> list[dict[str, Any]]:
                 "outcome": result.get("outcome", "no result"),
                 "command": config.command,
                 "model": config.model_id or config.model,
-                "layout": str(config.parallel or "as many stages as ranks"),
+                "layout": str(config.parallel or "one stage per rank"),
                 "total_steps": config.total_steps,
                 "num_samples": config.num_samples,
                 "makespan_s": result.get("makespan_s", float("nan")),
@@ -136,7 +157,7 @@ def runs_of(book: Any, root: Path, before: set[Path]) -> list[dict[str, Any]]:
 
 
 def write_index(folder: Path, done: list[Done]) -> Path:
-    """index.html and runs.csv of a report's folder."""
+    """Write a report's index.html and runs.csv; returns the path of the index."""
     rows = [{"notebook": book.path.stem, **row} for book in done for row in book.runs]
     runs = pd.DataFrame(rows, columns=None if rows else ["notebook", "run", "config"])
     runs.to_csv(folder / "runs.csv", index=False)
@@ -146,7 +167,7 @@ def write_index(folder: Path, done: list[Done]) -> Path:
         "hardware": machine.hardware_name(machine.hardware()),
         "versions": ", ".join(f"{name} {version}" for name, version in machine.versions().items()),
         "git commit": machine.git_commit() or "none",
-        "runs": f"{len(runs)}, see below",
+        "runs": f"{len(runs)}, listed below",
     }
     facts = "".join(f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in about.items())
     books = "".join(map(_row, done))
@@ -158,8 +179,8 @@ def write_index(folder: Path, done: list[Done]) -> Path:
 <html lang="en"><meta charset="utf-8"><title>Video diffusion lab: report of {date}</title>
 <style>{STYLE}</style>
 <h1>Video diffusion lab</h1><table>{facts}</table>
-<h2>Notebooks</h2><table><tr><th>page</th><th>outcome</th><th>took</th><th>set</th></tr>{books}</table>
-{parts}<h2>Runs</h2><p><a href="runs.csv">runs.csv</a> has their whole configurations.</p>
+<h2>Notebooks</h2><table><tr><th>page</th><th>outcome</th><th>time</th><th>parameters set</th></tr>{books}</table>
+{parts}<h2>Runs</h2><p><a href="runs.csv">runs.csv</a> holds the complete configurations.</p>
 <div class="runs">{runs.drop(columns="config").to_html(index=False, border=0, na_rep="")}</div>
 </html>
 """,
@@ -193,7 +214,7 @@ def _figure(files: list[str]) -> str:
 
 
 def write_entry(reports: Path, latest: Path) -> None:
-    """index.html beside all reports leads to the latest one."""
+    """Write reports/index.html, which leads to the latest report."""
     target = f"{latest.name}/index.html"
     write_atomically(
         reports / "index.html",

@@ -1,4 +1,4 @@
-"""Which notebooks a report is made of, and the parameters that are set in them."""
+"""Choose the notebooks of a report and set their parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
+from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from vdpp_core.config.errors import ConfigError
@@ -18,17 +18,19 @@ WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "
 
 
 def choose(names: Sequence[str], folder: Path) -> list[Path]:
-    """The notebooks of a folder whose names begin so, or that are named by their path; all for no names. In order.
+    """The notebooks of a folder whose names begin with one of `names`, and those given as paths, sorted by name.
+
+    Without names: all notebooks of the folder.
 
     Raises:
-        ConfigError: there is none of that name, or two would get the same page.
+        ConfigError: no notebook has that name, or two would share a page.
     """
     known = sorted(folder.resolve().glob("*.ipynb"))
     found = {path for name in names for path in _named(name, known)} if names else set(known)
     chosen = sorted(found, key=lambda path: (path.stem, path))
     for one, other in itertools.pairwise(chosen):
         if one.stem == other.stem:
-            raise ConfigError("notebook", other, f"must have a name of its own, not that of {one}")
+            raise ConfigError("notebook", other, f"must not have the same file name as {one}")
     return chosen
 
 
@@ -39,27 +41,27 @@ def _named(name: str, known: Sequence[Path]) -> list[Path]:
     found = [path for path in known if name and path.stem.startswith(name)]
     if not found:
         stems = ", ".join(path.stem for path in known)
-        raise ConfigError("notebook", name, f"must be a path, or what one of these begins with: {stems}")
+        raise ConfigError("notebook", name, f"must be a path or the beginning of one of these names: {stems}")
     return found
 
 
 def read(path: Path) -> Any:
-    """A notebook.
+    """Read a notebook, prepared for `inject`.
 
     Raises:
-        ConfigError: the file holds none.
+        ConfigError: the file holds no notebook.
     """
     try:
-        return nbformat.read(path, as_version=4)
-    except Exception as error:  # of nbformat, jsonschema, json or the file system
+        return load_notebook_node(str(path))
+    except Exception as error:  # from papermill, nbformat, jsonschema, json or the file system
         raise ConfigError("notebook", path, f"must be a Jupyter notebook ({type(error).__name__})") from None
 
 
 def parse(words: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE, … -> name in capitals: value, a Python literal; what is none is text.
+    """Parse NAME=VALUE words into a dictionary: the name in capitals, the value a Python literal or else text.
 
     Raises:
-        ConfigError: a word is not of that form.
+        ConfigError: a word has another form.
     """
     settings = {}
     for word in words:
@@ -74,10 +76,14 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
 
 
 def defaults(book: Any) -> dict[str, Any]:
-    """The literals of the cell tagged `parameters`."""
+    """The parameters of a notebook: the literals that the cell tagged `parameters` assigns.
+
+    papermill's own inspection returns source text, not values, and skips each line with a second "=", in a comment
+    for instance.
+    """
     source = next((cell.source for cell in book.cells if "parameters" in cell.metadata.get("tags", [])), "")
     found = {}
-    with contextlib.suppress(SyntaxError, ValueError):  # a cell that holds something else
+    with contextlib.suppress(SyntaxError, ValueError):  # the cell holds something else
         for node in ast.parse(source).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 found[node.targets[0].id] = ast.literal_eval(node.value)
@@ -85,17 +91,17 @@ def defaults(book: Any) -> dict[str, Any]:
 
 
 def assign(settings: Mapping[str, Any], books: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each notebook (name -> notebook) the parameters that are set in it.
+    """For each notebook (name -> notebook), the settings whose parameter it has.
 
     Raises:
-        ConfigError: no notebook has a parameter, or it is of another type in one that does.
+        ConfigError: no notebook has a parameter of that name, or its default is of another type.
     """
     known = {name: defaults(book) for name, book in books.items()}
-    there = sorted({parameter for found in known.values() for parameter in found})
+    existing = sorted({parameter for found in known.values() for parameter in found})
     for name, value in settings.items():
-        if name not in there:
+        if name not in existing:
             raise ConfigError(
-                "set", f"{name}={value}", f"no parameter of these notebooks, which have {', '.join(there)}"
+                "set", f"{name}={value}", f"no notebook here has this parameter; they have {', '.join(existing)}"
             )
     fitting: dict[str, dict[str, Any]] = {name: {} for name in books}
     for notebook, found in known.items():
@@ -103,16 +109,16 @@ def assign(settings: Mapping[str, Any], books: Mapping[str, Any]) -> dict[str, d
             try:
                 fitting[notebook][name] = _like(found[name], settings[name])
             except TypeError as error:
-                allowed = f"must be {error} in {notebook}, as is {found[name]!r}"
+                allowed = f"must be {error} in {notebook}, like its default {found[name]!r}"
                 raise ConfigError("set", f"{name}={settings[name]}", allowed) from None
     return fitting
 
 
 def _like(default: Any, value: Any) -> Any:
-    """The value, if it is of the default's type. A tuple may stand for a list, a whole number for another one.
+    """The value, if it is of the default's type. A tuple is accepted for a list, a whole number for a float.
 
     Raises:
-        TypeError: it is not; what it must be.
+        TypeError: it is of another type; the message names the type that it must be.
     """
     if isinstance(default, list) and isinstance(value, list | tuple) and value:
         return [_like(default[0], each) if default else each for each in value]
@@ -124,13 +130,12 @@ def _like(default: Any, value: Any) -> Any:
 
 
 def inject(book: Any, settings: Mapping[str, Any]) -> Any:
-    """The notebook with a cell that sets these, after the one that they are defined in. What that cell computes of
-    its parameters is not computed again."""
+    """The notebook with an extra cell that sets parameters, right after the cell that defines them.
+
+    Values that the parameters cell derives from its parameters are not derived again.
+    """
     if not settings:
         return book
-    book.metadata.setdefault("papermill", {})  # this, and tags, are what papermill's own reader adds
-    for cell in book.cells:
-        cell.metadata.setdefault("tags", [])
     return parameterize_notebook(
         book, dict(settings), comment="Set for this report", kernel_name="python3", language="python"
     )

@@ -1,1 +1,1 @@
-"""What notebooks show: the panel, its controls, progress, comparison and videos."""
+"""Widgets for notebooks: the panel and its controls, progress bars, comparisons and videos."""

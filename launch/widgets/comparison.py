@@ -1,4 +1,4 @@
-"""Runs beside each other: a table of what people compare, and what each rank did when."""
+"""Compare runs: a table of their numbers, and a chart of what each rank did when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vdpp_core.compare import tables
 from vdpp_core.config import RunConfig
 from vdpp_core.runs import results, runfolder
 
-MOST_SAMPLES = 100  # that can be told apart
+MOST_SAMPLES = 100  # more could not be told apart
 COMPARED = (
     *("layout", "model", "total_steps", "num_samples", "outcome", "disturbed"),
     *("makespan_s", "predicted_makespan_s"),
@@ -22,9 +22,9 @@ COMPARED = (
 
 
 def compare(jobs: Sequence[Job]) -> pd.DataFrame:
-    """A column for each run that has ended: its numbers, and what was foretold from the steps before the clock.
+    """A column for each finished run: its numbers, and those predicted from its steps before the clock started.
 
-    Their names and units are those of `vdpp_core.compare.tables.table`.
+    Names and units are those of `vdpp_core.compare.tables.table`.
     """
     found = tables.table([job.folder for job in jobs]).set_index("run_id")
     known = [name for name in COMPARED if name in found and found[name].notna().any()]
@@ -32,11 +32,11 @@ def compare(jobs: Sequence[Job]) -> pd.DataFrame:
 
 
 def timeline(jobs: Sequence[Job]) -> Figure | None:
-    """What each rank did when, a panel a run, on one time axis; None where no sample got so far.
+    """What each rank did when: one panel for each run, on one time axis in seconds; None if no step has finished.
 
-    Of long runs the first MOST_SAMPLES samples.
+    Long runs show their first MOST_SAMPLES samples.
     """
-    from vdpp_core.plots import gantt  # a second that no run in the background needs
+    from vdpp_core.plots import gantt  # takes a second; launchers do not need it
 
     panels, ends = [], {}
     for job in jobs:
@@ -50,6 +50,6 @@ def timeline(jobs: Sequence[Job]) -> Figure | None:
     if not panels:
         return None
     (soonest, layout), (last, other) = min(ends.values()), max(ends.values())
-    one = f"{layout}: {last:.3g} s until its last step"
-    several = f"{len(panels)} runs: {layout} is done after {soonest:.3g} s, {other} after {last:.3g} s"
+    one = f"{layout}: last step after {last:.3g} s"
+    several = f"{len(panels)} runs: {layout} finishes first after {soonest:.3g} s, {other} last after {last:.3g} s"
     return gantt.gantt(panels, several if len(panels) > 1 else one, tables.source(list(ends)))

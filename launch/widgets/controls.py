@@ -1,4 +1,4 @@
-"""A widget for each parameter of a run, made from RunConfig's own fields: their choices, bounds and descriptions."""
+"""A widget for each parameter of a run, made from the choices, bounds and descriptions of RunConfig's fields."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from annotated_types import Le
 from pydantic.fields import FieldInfo
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXES
 from vdpp_core.config.layout import Parallel
 from vdpp_core.config.run import PIXELS_PER_LATENT
 
 GROUPS = {
-    "what": ("command", "model", "random_weights", "image", "save_latents"),
-    "video": ("num_frames", "height", "width", "fps", "motion_bucket_id", "noise_aug_strength", "decode_chunk_size"),
-    "steps and samples": ("total_steps", "num_samples", "warmup_samples", "seed"),
-    "guidance": ("guidance_scale", "min_guidance_scale", "guidance_mode"),
-    "layout": tuple(Parallel.model_fields),
-    "device": ("device", "dtype", "threads", "memory_limit_gib", "forward_chunking", "shortcuts"),
+    "Model": ("command", "model", "random_weights", "image", "save_latents"),
+    "Video": ("num_frames", "height", "width", "fps", "motion_bucket_id", "noise_aug_strength", "decode_chunk_size"),
+    "Steps and samples": ("total_steps", "num_samples", "warmup_samples", "seed"),
+    "Guidance": ("guidance_scale", "min_guidance_scale", "guidance_mode"),
+    "Layout": tuple(Parallel.model_fields),
+    "Device": ("device", "dtype", "threads", "memory_limit_gib", "forward_chunking", "shortcuts"),
 }
-SLIDERS = {  # what a slider reaches, and its step; all else is typed
+SLIDERS = {  # least, most and step; all other numbers are typed
     **{"num_frames": (1, 50, 1), "height": (64, 1280, 64), "width": (64, 2304, 64), "fps": (1, 60, 1)},
     **{"total_steps": (1, 100, 1), "num_samples": (1, 64, 1), "warmup_samples": (0, 8, 1)},
     **{"motion_bucket_id": (0, 255, 1), "decode_chunk_size": (1, 25, 1)},
     **{"guidance_scale": (0.0, 10.0, 0.1), "min_guidance_scale": (0.0, 10.0, 0.1)},
-    **{"dp": (1, 8, 1), "pp": (1, 8, 1), "cfg": (1, 2, 1), "frames": (1, 8, 1)},
+    **{axis.name: (1, min(8, axis.most), 1) for axis in AXES},
 }
 DEVICES = ("auto", "cpu", "cuda", "mps")
-MOST_IN_A_BROWSER = 2**53 - 1  # larger whole numbers are rounded there
-BREAKABLE = "_\u200b"  # a line may end there
+MOST_IN_A_BROWSER = 2**53 - 1  # JavaScript rounds larger whole numbers
+BREAKABLE = "_\u200b"  # allows a line break after the underscore
 SIZES = ("num_frames", "height", "width")
 
 
 class Controls:
-    """Widgets of all parameters that people vary. `config` is the run that they describe.
+    """Widgets for the parameters that people vary.
 
     Args:
-        start: what they show first; what has no widget stays as it is there.
+        start: the run shown at first. Parameters without a widget keep their values from it.
         changed: called after each change.
     """
 
@@ -54,7 +55,7 @@ class Controls:
             title = widgets.HTML(f"<b>{heading}</b>")
             groups.append(widgets.VBox([title, *(self.of[name] for name in names)]).add_class("lab-group"))
         self.box = widgets.Box(groups).add_class("lab-controls")
-        self.of["model"].observe(self._usual_size, names="value")  # before what is told of the change
+        self.of["model"].observe(self._usual_size, names="value")  # before `changed` is called
         for control in self.of.values():
             control.observe(lambda _: self.changed(), names="value")
 
@@ -62,7 +63,7 @@ class Controls:
         """The run that the widgets describe.
 
         Raises:
-            ConfigError: one line with the parameter, its value and what is allowed.
+            ConfigError: a parameter's value is not allowed.
         """
         values = {name: control.value for name, control in self.of.items()}
         layout = Parallel(**{name: values.pop(name) for name in Parallel.model_fields})
@@ -99,15 +100,15 @@ def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
         reach = {"min": min(least, value), "max": max(most, value), "step": step}
         return kind(value=value, continuous_update=False, **reach, **looks)
     if "Path" in str(field.annotation):
-        return widgets.Text(str(value or ""), placeholder="the shipped one", continuous_update=False, **looks)
+        return widgets.Text(str(value or ""), placeholder="the packaged example", continuous_update=False, **looks)
     return _typed(field, value, looks)
 
 
 def _typed(field: FieldInfo, value: Any, looks: dict[str, Any]) -> widgets.Widget:
-    """A number to type, within the field's bounds; 0 where None is allowed and means the default."""
+    """A field for a number within the parameter's bounds; 0 stands for None, the default, where that is allowed."""
     kinds = get_args(field.annotation) or (field.annotation,)
     if type(None) in kinds:
-        looks["tooltip"] += "; 0: the default"
+        looks["tooltip"] += "; 0 uses the default"
     most: Any = next(bound.le for bound in field.metadata if isinstance(bound, Le))
     kind = widgets.BoundedFloatText if float in kinds else widgets.BoundedIntText
     return kind(value or 0, min=0, max=min(most, MOST_IN_A_BROWSER), continuous_update=False, **looks)

@@ -1,4 +1,4 @@
-"""Videos in a notebook, embedded so that a report shows them without a network."""
+"""Videos in a notebook, embedded so that a report needs no other files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from IPython.display import HTML
 
 
 def gallery(videos: Mapping[str, Path], width: int = 160) -> HTML:
-    """MP4s or pictures side by side, caption -> file, each `width` pixels wide; videos repeat."""
+    """Videos (MP4) and pictures side by side, each `width` pixels wide; videos loop.
+
+    Args:
+        videos: caption -> file.
+    """
     return HTML(f'<div style="display:flex;flex-wrap:wrap;gap:12px">{"".join(_items(videos, width))}</div>')
 
 

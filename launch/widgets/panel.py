@@ -1,8 +1,7 @@
-"""The panel: describe a run, see what is foretold, start it, watch it, end it, compare it with earlier ones.
+"""The panel: describe a run, see its prediction, start it, watch it, stop it, and compare it with earlier runs.
 
-It holds no logic of its own and keeps nothing: all that it shows of runs is read from their folders, so a panel made
-after a restart of the kernel finds the run that goes on. Output widgets are not used, for the reason that
-`launch.widgets.sliders` has.
+It is stateless: everything comes from the run folders, so a new panel after a kernel restart finds the running run. It
+uses no Output widgets; `launch.widgets.sliders` says why.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from launch.sweep import Sweep
 from launch.widgets.comparison import compare, timeline
 from launch.widgets.controls import Controls
 from launch.widgets.gallery import gallery
-from launch.widgets.predictions import Foreteller
+from launch.widgets.predictions import Predictions
 from launch.widgets.sliders import png
 from launch.widgets.watch import REFRESH_S, page
 from vdpp_core.config import RunConfig
@@ -32,6 +31,7 @@ from vdpp_core.runs import processes, runfolder
 LOG_LINES = 12
 MOST_VIDEOS = 8
 MOST_RUNS = 200
+BUSY = {"Run": "Starting …", "Stop": "Stopping …", "Resume": "Resuming …"}
 STYLE = """<style>
 .lab-panel {color: var(--jp-ui-font-color1); font-size: var(--jp-ui-font-size1, 13px); overflow: hidden}
 .lab-panel .lab-top {display: flex; flex-flow: row wrap; gap: 14px; align-items: flex-start}
@@ -53,8 +53,8 @@ STYLE = """<style>
 @keyframes lab-shown {from {opacity: 0}}
 .lab-panel .lab-keys {animation: lab-shown 1ms}
 </style>"""
-# JupyterLab takes arrow keys for its own, to go from cell to cell, unless the very element that has the focus carries
-# an attribute. From Python only classes can be set, so the page does it, once the panel is shown.
+# JupyterLab uses the arrow keys to move between cells unless the focused element carries an attribute. Python can only
+# set classes, so the page sets the attribute once the panel is shown.
 KEYS = """<i class="lab-keys" onanimationstart="this.closest('.lab-panel')?.addEventListener('focusin', event => {
   if (event.target.matches('select, [role=slider]')) event.target.setAttribute('data-lm-suppress-shortcuts', '')
 })"></i>"""
@@ -62,10 +62,10 @@ _latest: Panel | None = None
 
 
 def panel(config: RunConfig | None = None) -> Panel:
-    """The panel of this kernel, to be shown as the last line of a cell; an earlier one is closed.
+    """The panel of this kernel, to be shown as the last line of a cell; closes an earlier panel.
 
     Args:
-        config: what it describes first; parameters without a widget stay as they are there.
+        config: the run described at first. Parameters without a widget keep their values from it.
     """
     global _latest
     if _latest is not None:
@@ -75,61 +75,70 @@ def panel(config: RunConfig | None = None) -> Panel:
 
 
 class Worker(Thread):
-    """Does what it is asked to, one after the other, and `refresh` whenever it was not asked for a while.
+    """A thread that runs tasks one at a time, and `refresh` whenever none has come for a while.
 
-    A thread and not a task of the kernel's loop: bars go on while a cell is executed, and the loop while a run starts.
+    A thread, not a task of the kernel's event loop: the bars keep moving while a cell runs, and the kernel keeps
+    answering while a run starts.
+
+    Args:
+        refresh: the task for idle times.
+        failed: receives the message of an exception, and True.
     """
 
     def __init__(self, refresh: Callable[[], None], failed: Callable[[str, bool], None]) -> None:
         super().__init__(daemon=True)
         self.refresh, self.failed = refresh, failed
-        self.asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
-    def ask(self, wish: Callable[[], None] | None) -> None:
-        """To be done soon; None: to end."""
-        self.asked.put(wish)
+    def submit(self, task: Callable[[], None] | None) -> None:
+        """Queue a task; None ends the thread."""
+        self.tasks.put(task)
 
     def run(self) -> None:
+        """The thread's loop; `start` calls it."""
         while True:
             try:
-                wish = self.asked.get(timeout=REFRESH_S)
+                task = self.tasks.get(timeout=REFRESH_S)
             except Empty:
-                wish = self.refresh
-            if wish is None:
+                task = self.refresh
+            if task is None:
                 return
             try:
-                wish()
-            except Exception as error:  # a folder that vanished, say: it is told, and the next turn may do better
+                task()
+            except Exception as error:  # for instance a vanished folder: report it, the next task may succeed
                 self.failed(f"{type(error).__name__}: {error}", True)
 
 
 class Panel(widgets.VBox):
-    """The widgets; `panel` makes them. Methods that the worker calls say so; all others answer the person."""
+    """The widgets of the panel; `launch.panel` makes them.
+
+    Methods marked "Runs in the worker" may take seconds; all others answer the user at once.
+    """
 
     def __init__(self, config: RunConfig) -> None:
-        self.worker, self.foreteller = Worker(self.refresh, self.say), Foreteller()
-        self.config: RunConfig | None = None  # what the controls describe, where that can be
-        self.possible = False  # on this machine
+        self.worker, self.predictions = Worker(self.refresh, self.say), Predictions()
+        self.config: RunConfig | None = None  # the described run, if the parameters are valid
+        self.possible = False  # whether this machine can run it
         self.chosen: list[Job] = []
         self.outcomes: dict[Path, str | None] = {}
-        self.drawn: Any = None  # what table and picture show
+        self.drawn: Any = None  # the runs in the table and the picture
         self.controls = Controls(config, self._changed)
-        self.foretold, self.message = widgets.HTML(), widgets.HTML()
+        self.prediction, self.message = widgets.HTML(), widgets.HTML()
         self.buttons = {
-            "Run": self._button("Run", "start what is described here, in the background", self._start),
-            "Stop": self._button("Stop", "end the run that is shown; finished samples stay", self._stop),
-            "Resume": self._button("Resume", "compute the samples that are missing", self._resume),
+            "Run": self._button("Run", "Start the run described here, in the background.", self._start),
+            "Stop": self._button("Stop", "Stop the run shown below. Finished samples stay.", self._stop),
+            "Resume": self._button("Resume", "Compute the missing samples of the run shown below.", self._resume),
         }
         self.runs = widgets.SelectMultiple(rows=6, layout=widgets.Layout(width="auto"))
-        self.rank = widgets.Dropdown(options=[0], description="log of rank", layout=widgets.Layout(width="180px"))
+        self.rank = widgets.Dropdown(options=[0], description="Log of rank", layout=widgets.Layout(width="180px"))
         self.progress, self.table, self.videos, self.tail = (widgets.HTML() for _ in range(4))
         self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", display="none"))
         super().__init__(self._parts())
         self.add_class("lab-panel")
         for control in (self.runs, self.rank):
-            control.observe(lambda _: self.worker.ask(self.refresh), names="value")
+            control.observe(lambda _: self.worker.submit(self.refresh), names="value")
         self._changed()
-        self.worker.ask(lambda: self.refresh(self._going_on()))
+        self.worker.submit(lambda: self.refresh(self._running()))
         self.worker.start()
 
     def _button(self, name: str, tooltip: str, act: Callable[[], None]) -> widgets.Button:
@@ -138,68 +147,74 @@ class Panel(widgets.VBox):
 
         def pressed(_: Any) -> None:
             button.disabled = True
-            self.say(f"{name} …")
-            self.worker.ask(act)
+            self.say(BUSY[name])
+            self.worker.submit(act)
 
         button.on_click(pressed)
         return button
 
     def _parts(self) -> list[widgets.Widget]:
-        side = [widgets.HTML("<b>foretold</b>"), self.foretold, widgets.HBox([*self.buttons.values()]), self.message]
-        self.foretold.add_class("lab-foretold")
+        side = [
+            widgets.HTML("<b>Prediction</b>"),
+            self.prediction,
+            widgets.HBox([*self.buttons.values()]),
+            self.message,
+        ]
+        self.prediction.add_class("lab-prediction")
         self.table.add_class("lab-scroll")
-        self.runs.tooltip = "one run: show it; several: compare them"
-        heading = widgets.HTML("<b>runs</b>, the newest first; Shift or Ctrl chooses several, to compare them")
+        self.runs.tooltip = "Select one run to show it, several to compare them."
+        heading = widgets.HTML("<b>Runs</b>, newest first. Select several with Shift or Ctrl to compare them.")
         top = widgets.Box([self.controls.box, widgets.VBox(side)]).add_class("lab-top")
         shown = [self.progress, self.table, self.picture, self.videos, self.rank, self.tail]
         return [widgets.HTML(STYLE + KEYS), top, heading, self.runs, *shown]
 
     def close(self) -> None:
-        """Take the panel away; runs go on."""
-        self.worker.ask(None)
+        """Remove the panel; runs continue."""
+        self.worker.submit(None)
         super().close()
 
     def say(self, words: str, wrong: bool = False) -> None:
+        """Show a message below the buttons; in red if something went wrong."""
         self.message.value = _words(words, wrong)
 
     def _changed(self) -> None:
-        """What can be said at once of other parameters; the rest comes from the worker."""
+        """Check changed parameters at once; the worker predicts."""
         self.possible = False
         try:
             self.config = self.controls.config()
-            self.worker.ask(self._foretell)
+            self.worker.submit(self._predict)
         except ConfigError as error:
-            self.config, self.foretold.value = None, _words(str(error), wrong=True)
+            self.config, self.prediction.value = None, _words(str(error), wrong=True)
         self._enable()
 
     def _enable(self) -> None:
-        goes_on = any(self.outcomes.get(job.folder) is None for job in self.chosen)
-        self.buttons["Run"].disabled = goes_on or not self.possible
-        self.buttons["Stop"].disabled = not goes_on
-        bad = len(self.chosen) == 1 and not goes_on and self.outcomes.get(self.chosen[0].folder) != "ok"
+        running = any(self.outcomes.get(job.folder) is None for job in self.chosen)
+        self.buttons["Run"].disabled = running or not self.possible
+        self.buttons["Stop"].disabled = not running
+        bad = len(self.chosen) == 1 and not running and self.outcomes.get(self.chosen[0].folder) != "ok"
         self.buttons["Resume"].disabled = not bad
         self.buttons["Resume"].layout.display = None if bad else "none"
 
-    def _foretell(self) -> None:
-        """By the worker: prediction, or why the run cannot be."""
+    def _predict(self) -> None:
+        """Runs in the worker: show the prediction, or why the run is impossible."""
         config, ended = self.config, [folder for folder, outcome in self.outcomes.items() if outcome == "ok"]
         if config is None:
             return
         try:
-            words, possible = self.foreteller.page(config, ended), True
+            words, possible = self.predictions.page(config, ended), True
         except ConfigError as error:
             words, possible = _words(str(error), wrong=True), False
         if config is self.config:  # not changed meanwhile
-            self.foretold.value, self.possible = words, possible
+            self.prediction.value, self.possible = words, possible
             self._enable()
 
     def _start(self) -> None:
-        """By the worker."""
+        """Runs in the worker."""
         config = self.config
-        assert config is not None, "Run is disabled without"
+        assert config is not None, "Run is disabled without one"
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they stand beside the parameters
+                warnings.simplefilter("ignore")  # the prediction shows them
                 job = start(config)
         except ConfigError as error:
             self.say(str(error), wrong=True)
@@ -209,35 +224,39 @@ class Panel(widgets.VBox):
             self.refresh([job.folder])
 
     def _stop(self) -> None:
-        """By the worker."""
+        """Runs in the worker."""
         for job in self.chosen:
             job.stop()
         self.say("")
         self.refresh()
 
     def _resume(self) -> None:
-        """By the worker."""
+        """Runs in the worker."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is damaged is made again
+                warnings.simplefilter("ignore")  # damaged samples are computed again
                 self.chosen[0].resume()
             self.say("")
         except ConfigError as error:
             self.say(str(error), wrong=True)
         self.refresh()
 
-    def _going_on(self) -> list[Path]:
-        """The run that somebody watches over now: of a sweep the one whose turn it is."""
+    def _running(self) -> list[Path]:
+        """The first run that has not ended and whose launcher is alive: in a sweep, the current one."""
         alive = (job.folder for job in _all_runs() if _outcome(job) is None and processes.launcher_alive(job.folder))
         return [folder] if (folder := next(alive, None)) else []
 
     def refresh(self, choose: Sequence[Path] | None = None) -> None:
-        """By the worker: read the run folders, and show the chosen runs."""
+        """Runs in the worker: read the run folders and show the selected runs.
+
+        Args:
+            choose: the runs to select; by default the selection stays.
+        """
         known, runs = self.outcomes, _all_runs()
         self.outcomes = {job.folder: _outcome(job) for job in reversed(runs)}
         root = runfolder.runs_root()
         options = tuple(
-            (f"{folder.relative_to(root)}: {end or 'goes on'}", folder) for folder, end in self.outcomes.items()
+            (f"{folder.relative_to(root)}: {end or 'running'}", folder) for folder, end in self.outcomes.items()
         )
         wanted = [folder for folder in (self.runs.value if choose is None else choose) if folder in self.outcomes]
         if options != self.runs.options or choose is not None:
@@ -248,7 +267,7 @@ class Panel(widgets.VBox):
         self._enable()
         self._show()
         if known != self.outcomes:
-            self._foretell()  # a run that has just ended may tell how long others take
+            self._predict()  # a run that has just ended may provide times
 
     def _show(self) -> None:
         ended = [job for job in self.chosen if self.outcomes[job.folder] is not None]
@@ -272,7 +291,7 @@ class Panel(widgets.VBox):
 
 
 def _all_runs() -> list[Job]:
-    """The latest MOST_RUNS, those of sweeps one by one, the oldest first."""
+    """The latest MOST_RUNS runs, those of sweeps included, oldest first."""
     found: list[Job] = []
     for job in jobs():
         found += job.jobs if isinstance(job, Sweep) else [job]

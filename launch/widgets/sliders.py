@@ -1,4 +1,4 @@
-"""Sliders above a figure. They hold no logic of their own."""
+"""Sliders above a figure that is redrawn when they move."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ SCREEN_DPI = 100
 
 
 def sliders(draw: Callable[..., Figure], **controls: widgets.Widget) -> widgets.VBox:
-    """Sliders above the figure that `draw(**values)` returns, redrawn when one is moved.
+    """Controls above the figure that `draw(**values)` returns, redrawn after each change.
 
-    The figure is an Image widget and not, as with `interact`, an Output widget: while a notebook is executed for a
-    report, nbclient has to play the front end of those, and may wait for ever in it (jupyter/nbclient issue 312).
+    The figure is an Image widget, not an Output widget as in `interact`: when nbclient executes a notebook it acts as
+    the front end of Output widgets, and may hang (jupyter/nbclient issue 312).
+
+    Args:
+        draw: takes the value of each control by name.
+        controls: name -> ipywidgets control.
     """
     picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
 
@@ -32,14 +36,14 @@ def sliders(draw: Callable[..., Figure], **controls: widgets.Widget) -> widgets.
         control.observe(redraw, names="value")
     redraw()
     gc.collect()
-    gc.freeze()  # no move then waits until all that was made before, as what predictions counted, was searched again
+    gc.freeze()  # the collector skips everything made so far, so that a move does not wait for it
     return widgets.VBox([*controls.values(), picture])
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a widget shows it, and freed at once: not by a search for garbage during some later move."""
+    """A figure as PNG at SCREEN_DPI. Clears the figure, so that no later move waits for the garbage collector."""
     buffer = io.BytesIO()
-    with plt.rc_context({"text.hinting": "no_hinting"}):  # soon, not small
+    with plt.rc_context({"text.hinting": "no_hinting"}):  # fast rather than small
         figure.savefig(buffer, format="png", dpi=SCREEN_DPI, pil_kwargs={"compress_level": 1})
     figure.clear()
     return buffer.getvalue()

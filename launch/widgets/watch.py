@@ -1,4 +1,4 @@
-"""Live views for notebooks, read from event files: what they show last stays in the executed notebook."""
+"""Live progress in notebooks, read from event files. The last view stays in the executed notebook."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ REFRESH_S = 1.0
 
 
 def watch(job: Job | Sweep) -> Any:
-    """Show the progress of a job or sweep until it ends; returns the result (a sweep: the table).
+    """Show the progress of a job or sweep until it ends; returns the job's result or the sweep's table.
 
-    Interrupting the cell stops watching, not the job: `launch.attach(run_id)` finds it again.
+    Interrupting the cell stops the watching, not the job: `launch.attach(run_id)` finds it again.
     """
     view = display(HTML(page(job)), display_id=True)
     while not _ended(job):
@@ -33,7 +33,7 @@ def _ended(job: Job | Sweep) -> bool:
 
 
 def page(job: Job | Sweep) -> str:
-    """How far a job or sweep is, as HTML: a bar for the run, and one for each rank."""
+    """The progress of a job or sweep as HTML: a bar for the run and one for each rank."""
     progress = job.progress()
     if isinstance(job, Sweep):
         total = progress["num_runs"]

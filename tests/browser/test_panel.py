@@ -1,4 +1,4 @@
-"""The panel and the sliders as people use them: by keyboard, in JupyterLab, over reloads and restarts."""
+"""The panel and the sliders as people use them: by keyboard, in JupyterLab, across reloads and restarts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def label(panel: Locator, name: str) -> Locator:
 
 
 def picture_loaded(lab: Lab, besides: str = "") -> str:
-    """The address of a figure that is there and not the one known before."""
+    """The address of the figure, once one other than `besides` is loaded."""
     found = ".jp-OutputArea .widget-image"
     lab.wait(
         f"(() => {{const one = document.querySelector('{found}');"
@@ -98,44 +98,44 @@ def test_a_slider_moved_by_keyboard_draws_another_figure(show):
     expect(lab.page.locator(".widget-readout")).to_have_text("3")
 
 
-def test_runs_are_described_foretold_started_shown_and_compared_by_keyboard(show):
+def test_runs_are_described_predicted_started_shown_and_compared_by_keyboard(show):
     lab = show(PANEL)
     panel, keys = lab.page.locator(".lab-panel"), lab.page.keyboard
     run = button(panel, "Run")
     expect(run).to_be_enabled()
-    expect(panel).to_contain_text("no run here tells the seconds")
+    expect(panel).to_contain_text("no finished run here")
     screenshots(lab, panel, "idle")
     assert overflowing(panel) == []
 
     handle(panel, "pp").focus()
     keys.press("End")
-    expect(panel.locator(".lab-foretold .lab-wrong")).to_have_text("pp 8: must be at most total_steps, 3")
+    expect(panel.locator(".lab-prediction .lab-wrong")).to_have_text("pp 8: must be at most total_steps, 3")
     expect(run).to_be_disabled()
     screenshots(lab, panel, "impossible")
     keys.press("Home")
     expect(run).to_be_enabled()
 
     menu = panel.locator(".widget-dropdown").filter(has=label(panel, "guidance_mode")).locator("select")
-    before = panel.locator(".lab-foretold").inner_text()
+    before = panel.locator(".lab-prediction").inner_text()
     menu.focus()
     keys.press("ArrowDown")
     expect(menu).to_have_value("sequential")
-    lab.wait(f"document.querySelector('.lab-foretold').innerText !== {json.dumps(before)}")
-    expect(run).to_be_enabled()  # until the prediction is there, Tab passes it by
+    lab.wait(f"document.querySelector('.lab-prediction').innerText !== {json.dumps(before)}")
+    expect(run).to_be_enabled()  # until the prediction is shown, Tab skips it
     assert {"Run", "command", "image", "seed", "cfg", "fsdp", "threads"} <= reached_by_tab(lab, panel, until="Run")
     keys.press("Enter")
     expect(panel).to_contain_text("ok, 2 of 2 samples")
     expect(panel.locator("table", has_text="makespan_s").last).to_contain_text("1 rank")
-    expect(panel.locator(".lab-foretold")).to_contain_text("seconds: measured: run ")
+    expect(panel.locator(".lab-prediction")).to_contain_text("Times based on: measured: run ")
     picture_loaded(lab)
     screenshots(lab, panel, "finished")
     assert overflowing(panel) == []
 
     button(panel, "Run").focus()
     keys.press("Space")
-    goes_on = panel.locator("select[multiple] option", has_text="goes on")
-    expect(goes_on).to_have_count(1)
-    expect(goes_on).to_have_count(0)
+    running = panel.locator("select[multiple] option", has_text="running")
+    expect(running).to_have_count(1)
+    expect(running).to_have_count(0)
     panel.locator("select[multiple]").focus()
     keys.press("Home")
     keys.press("Shift+ArrowDown")
@@ -152,7 +152,7 @@ def test_a_run_outlives_page_and_kernel_and_is_stopped(show):
     for name in ("num_samples", "total_steps"):
         handle(panel, name).focus()
         keys.press("End")
-    expect(panel.locator(".lab-foretold")).to_contain_text("50, 50")  # steps of the stages: the last change is known
+    expect(panel.locator(".lab-prediction")).to_contain_text("50, 50")  # steps per stage: the last change has arrived
     expect(button(panel, "Run")).to_be_enabled()
     button(panel, "Run").focus()
     keys.press("Space")
@@ -179,7 +179,7 @@ def test_a_run_outlives_page_and_kernel_and_is_stopped(show):
 
 
 def further(lab: Lab) -> None:
-    """Until the bars of the panel have moved on."""
+    """Wait until the panel's bars have moved."""
     lab.wait("document.querySelector('.lab-panel progress')")
     now = "document.querySelector('.lab-panel progress').value"
     share = lab.page.evaluate(now)
@@ -187,7 +187,7 @@ def further(lab: Lab) -> None:
 
 
 def reached_by_tab(lab: Lab, panel: Locator, until: str) -> set[str]:
-    """What has the focus one after the other from the first control on, by label or text."""
+    """The labels of the elements that Tab focuses, from the first control to `until`."""
     panel.locator("select").first.focus()
     words = """() => {
         const one = document.activeElement, row = one.closest('.widget-inline-hbox');
@@ -204,7 +204,7 @@ def reached_by_tab(lab: Lab, panel: Locator, until: str) -> set[str]:
 
 
 def overflowing(panel: Locator) -> list[str]:
-    """What reaches beyond the right edge of the panel and cannot be scrolled to by itself."""
+    """Elements that reach beyond the panel's right edge and do not scroll."""
     return panel.evaluate(
         """panel => {
             const edge = panel.getBoundingClientRect().right + 1;

@@ -90,14 +90,14 @@ def test_every_slider_of_the_planner_moves_to_both_ends_and_says_what_cannot_be(
     assert said["{'dp': 4, 'pp': 2}"] == "layout dp 4 × pp 2: needs 8 ranks, there are 6"
     assert said["{'pp': 6, 'total_steps': 5}"] == "pp 6: must be at most total_steps, 5"
     assert said["{'frames': 3, 'num_frames': 2}"] == "frames 3: must be at most num_frames, 2"
-    assert "nobody to share the parameters with" in said["{'fsdp': True}"]
+    assert "at least two ranks per stage" in said["{'fsdp': True}"]
     assert said["one video"].startswith("goal cadence: is about the time between videos")
     assert said["too large"].endswith("nothing fits")
 
 
-def test_the_planner_foretells_published_times_and_runs_that_are_here(executed: Callable[[str], Any]):
+def test_the_planner_predicts_published_times_and_runs_of_this_machine(executed: Callable[[str], Any]):
     shown = texts(executed("04_planner"))
-    assert "one A5000 at 14 × 72 × 128; others foretold from it are " in shown
+    assert "one A5000 at 14 × 72 × 128; other runs predicted from it are " in shown
     assert re.search(r"<th>4</th>\s*<td>0.409</td>\s*<td>0.4094</td>", shown)  # ⌈14/4⌉ rounds
     assert "error of the makespan, median" in shown
     assert "47 figures, 20 hold" in shown
@@ -133,9 +133,9 @@ def test_the_planner_takes_no_disturbed_run_to_calibrate_on(tmp_path: Path, monk
     assert "one A5000 at 14 × 72 × 128" in said
 
 
-def test_the_lab_runs_what_its_panel_would_and_foretells_one_layout_from_another(executed: Callable[[str], Any]):
+def test_the_lab_runs_what_its_panel_would_and_predicts_one_layout_from_another(executed: Callable[[str], Any]):
     shown = texts(executed("06_lab"))
-    assert "no run here tells the seconds" in shown
-    assert "seconds: measured: run " in shown
+    assert "no finished run here" in shown
+    assert "Times based on: measured: run " in shown
     assert re.search(r"<th>outcome</th>\s*<td>ok</td>\s*<td>ok</td>\s*<td>stopped</td>", shown)
     assert re.search(r"stopped after [1-9]\d* of 10000 samples", shown)

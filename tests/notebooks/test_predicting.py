@@ -1,4 +1,4 @@
-"""The notebooks that foretell memory and time, executed with small parameters, and rendered."""
+"""The notebooks that predict memory and time, executed with small parameters, and rendered."""
 
 from __future__ import annotations
 

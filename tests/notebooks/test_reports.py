@@ -1,10 +1,10 @@
-"""Reports: what is set and chosen arrives, what fails is named, and the folder is whole by itself."""
+"""Reports: settings and choices arrive, failures are named, and the folder is complete in itself."""
 
 from __future__ import annotations
 
 import io
 import re
-import shutil
+import subprocess
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
@@ -15,7 +15,7 @@ import pytest
 
 from launch.__main__ import main
 from launch.report import parameters
-from launch.report.execute import report
+from launch.report.execute import PROJECT, report
 from launch.report.pages import Done
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.errors import ConfigError
@@ -139,12 +139,15 @@ def test_every_reference_leads_to_a_file_of_the_report(place: Path, folder: Path
     assert all(path.exists() for path in linked)
 
 
-def test_the_figures_of_the_readme_are_renewed_by_a_report_of_everything_as_it_is(made: list[Done], place: Path):
-    assert not list((place / "figures").glob("*.png"))
-    (place / "only").mkdir()
-    shutil.copy(place / "notebooks" / "01_draws.ipynb", place / "only")
-    report([], [], place / "only", place / "figures")
-    assert [path.name for path in (place / "figures").glob("*.png")] == ["drawn.png"]
+def test_a_report_leaves_a_clone_clean_and_replaces_its_pictures_only_if_asked(place: Path, tmp_path: Path):
+    git = ["git", "-C", str(tmp_path / "clone")]
+    subprocess.run(["git", "clone", "--quiet", str(PROJECT), git[-1]], check=True)
+    figures = tmp_path / "clone" / "figures"
+    write(tmp_path, "00_mine", FIGURE, parameters='TOTAL_STEPS = 28\nRUN = "none"', figure="gantt")
+    for update, changed in ((False, ""), (True, " M figures/gantt.png\n")):
+        (done,) = report([str(tmp_path / "00_mine.ipynb")], [], figures=figures, update_figures=update)
+        assert done.error is None
+        assert subprocess.run([*git, "status", "--short"], capture_output=True, text=True).stdout == changed
 
 
 def test_notebooks_are_chosen_by_name_beginning_and_path(place: Path, tmp_path: Path):
@@ -160,15 +163,15 @@ def test_notebooks_are_chosen_by_name_beginning_and_path(place: Path, tmp_path: 
     [
         ([], ["total_steps"], "set total_steps: must be NAME=VALUE"),
         ([], ["=3"], "set =3: must be NAME=VALUE"),
-        ([], ["nosuch=3"], "set NOSUCH=3: no parameter of these notebooks, which have GIB, RUN, SHAPE, TOTAL_STEPS"),
-        (["02"], ["run=x"], "set RUN=x: no parameter of these notebooks, which have TOTAL_STEPS"),
-        ([], ["total_steps=ten"], "set TOTAL_STEPS=ten: must be a whole number in 01_draws, as is 28"),
-        ([], ["total_steps=True"], "set TOTAL_STEPS=True: must be a whole number in 01_draws, as is 28"),
-        ([], ["shape=3"], "set SHAPE=3: must be a list in 01_draws, as is [1, 4]"),
-        ([], ["shape=[]"], "set SHAPE=[]: must be a list in 01_draws, as is [1, 4]"),
-        ([], ["shape=1,'a'"], "set SHAPE=(1, 'a'): must be a whole number in 01_draws, as is [1, 4]"),
-        ([], ["gib=much"], "set GIB=much: must be a number in 01_draws, as is 2.0"),
-        (["07"], [], "notebook 07: must be a path, or what one of these begins with: 01_draws, 02_fails, 03_ends"),
+        ([], ["nosuch=3"], "set NOSUCH=3: no notebook here has this parameter; they have GIB, RUN, SHAPE, TOTAL_STEPS"),
+        (["02"], ["run=x"], "set RUN=x: no notebook here has this parameter; they have TOTAL_STEPS"),
+        ([], ["total_steps=ten"], "set TOTAL_STEPS=ten: must be a whole number in 01_draws, like its default 28"),
+        ([], ["total_steps=True"], "set TOTAL_STEPS=True: must be a whole number in 01_draws, like its default 28"),
+        ([], ["shape=3"], "set SHAPE=3: must be a list in 01_draws, like its default [1, 4]"),
+        ([], ["shape=[]"], "set SHAPE=[]: must be a list in 01_draws, like its default [1, 4]"),
+        ([], ["shape=1,'a'"], "set SHAPE=(1, 'a'): must be a whole number in 01_draws, like its default [1, 4]"),
+        ([], ["gib=much"], "set GIB=much: must be a number in 01_draws, like its default 2.0"),
+        (["07"], [], "notebook 07: must be a path or the beginning of one of these names: 01_draws, 02_fails, 03_ends"),
     ],
 )
 def test_what_cannot_be_made_is_one_line_and_nothing_is_executed(
@@ -191,14 +194,14 @@ def test_a_number_may_be_whole_and_a_list_a_tuple(place: Path):
 def test_the_command_hands_on_its_words_and_ends_with_1_where_a_notebook_failed(
     made: list[Done], monkeypatch: pytest.MonkeyPatch
 ):
-    def fake(names: list[str], settings: list[str]) -> list[Done]:
-        assert (names, settings) == (["01", "04"], ["a=1", "b=2"])
+    def fake(names: list[str], settings: list[str], update_figures: bool) -> list[Done]:
+        assert (names, settings, update_figures) == (["01", "04"], ["a=1", "b=2"], True)
         return made
 
     monkeypatch.setattr("launch.report.execute.report", fake)
     monkeypatch.setattr("warnings.showwarning", print)  # main sets it
     with pytest.raises(SystemExit, match="1"):
-        main(["report", "--set", "a=1", "--set", "b=2", "01", "04"])
+        main(["report", "--update-figures", "--set", "a=1", "--set", "b=2", "01", "04"])
 
 
 def test_the_command_line_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):

@@ -13,7 +13,7 @@ import launch
 import launch.__main__
 from launch.widgets.controls import GROUPS, Controls
 from launch.widgets.panel import Panel, Worker
-from launch.widgets.predictions import Foreteller
+from launch.widgets.predictions import Predictions
 from tests.conftest import write_run
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.runs import results, runfolder
@@ -23,7 +23,7 @@ SHORT = RunConfig(num_frames=2, total_steps=3, num_samples=2, threads=1, paralle
 
 @pytest.fixture
 def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Panel]:
-    """Over an empty folder of runs; its worker does not work, the test does."""
+    """A panel over an empty folder of runs. Its worker does not run; the test calls its tasks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Worker, "start", lambda _: None)
     shown = launch.panel(SHORT)
@@ -47,7 +47,7 @@ def test_the_widgets_describe_the_run_that_they_were_given(config: RunConfig):
     )
 
 
-def test_every_widget_tells_what_it_is_and_stays_within_the_bounds_of_its_field():
+def test_every_widget_has_its_description_and_stays_within_the_bounds_of_its_field():
     fields = Parallel.model_fields | RunConfig.model_fields
     of = Controls(RunConfig(), lambda: None).of
     assert set(of) == {name for names in GROUPS.values() for name in names}
@@ -55,7 +55,9 @@ def test_every_widget_tells_what_it_is_and_stays_within_the_bounds_of_its_field(
         assert control.tooltip.startswith(fields[name].description or name)
         for bound in fields[name].metadata:
             assert not isinstance(bound, Le) or control.max <= bound.le
-            assert not isinstance(bound, Ge) or control.min >= bound.ge or control.tooltip.endswith("0: the default")
+            assert (
+                not isinstance(bound, Ge) or control.min >= bound.ge or control.tooltip.endswith("0 uses the default")
+            )
 
 
 def test_another_model_brings_its_usual_size():
@@ -69,25 +71,25 @@ def test_seconds_come_from_a_run_in_the_same_setting_one_of_the_same_size_first(
     alone = SHORT.replace(parallel=Parallel(), device="cpu")
     same = write_run(tmp_path, "same-size", alone, step_s=0.5)
     other = write_run(tmp_path, "another-size", alone.replace(num_frames=4), step_s=0.5)
-    foreteller = Foreteller()
-    page = foreteller.page(alone, [other, same])
+    predictions = Predictions()
+    page = predictions.page(alone, [other, same])
     assert "run same-size" in page
     assert f"<th>makespan</th><td>{2 * 3 * 0.5:.3g} s</td>" in page
-    assert "run another-size" in foreteller.page(alone, [other])
-    assert "no run here tells the seconds" in foreteller.page(alone.replace(threads=2), [other, same])
+    assert "run another-size" in predictions.page(alone, [other])
+    assert "no finished run here" in predictions.page(alone.replace(threads=2), [other, same])
 
 
-def test_what_cannot_be_is_said_and_not_run(panel: Panel):
-    panel._foretell()
+def test_an_impossible_run_is_explained_and_not_started(panel: Panel):
+    panel._predict()
     assert not panel.buttons["Run"].disabled
     panel.controls.of["cfg"].value = 2
     panel.controls.of["guidance_scale"].value = 1.0
-    assert "cfg 2: buys nothing without guidance" in panel.foretold.value
+    assert "cfg 2: buys nothing without guidance" in panel.prediction.value
     assert panel.buttons["Run"].disabled
     panel.controls.of["cfg"].value = 1
     panel.controls.of["image"].value = "no/such.png"
-    panel._foretell()  # only a look at the disk tells
-    assert "no/such.png" in panel.foretold.value
+    panel._predict()  # only the disk shows it
+    assert "no/such.png" in panel.prediction.value
     assert panel.buttons["Run"].disabled
 
 
@@ -118,7 +120,7 @@ def test_a_failed_run_says_which_rank_where_and_why(panel: Panel, tmp_path: Path
     assert panel.buttons["Stop"].disabled
 
 
-def test_a_disturbed_run_is_shown_as_one_and_foretells_nothing(panel: Panel, tmp_path: Path, capsys):
+def test_a_disturbed_run_is_shown_as_one_and_predicts_nothing(panel: Panel, tmp_path: Path, capsys):
     alone = SHORT.replace(parallel=Parallel(), device="cpu")
     calm, stopped = (
         write_run(tmp_path, name, alone, 0.5, stopped_s) for name, stopped_s in (("calm", 0.0), ("stopped", 20.0))
@@ -129,8 +131,8 @@ def test_a_disturbed_run_is_shown_as_one_and_foretells_nothing(panel: Panel, tmp
     assert "rank 0 took 20.5 s at sample 1, step" in panel.table.value
     panel.refresh([calm])
     assert "disturbed" not in panel.progress.value + panel.table.value
-    assert "no run here tells the seconds" in Foreteller().page(alone, [stopped])
-    assert "run calm" in Foreteller().page(alone, [stopped, calm])
+    assert "no finished run here" in Predictions().page(alone, [stopped])
+    assert "run calm" in Predictions().page(alone, [stopped, calm])
     launch.__main__.main(["status"])
     rows = [row for row in capsys.readouterr().out.splitlines() if line in row]
     assert [row.split()[0] for row in rows] == ["stopped"]
@@ -147,7 +149,7 @@ def test_one_panel_at_a_time_and_errors_end_nothing(tmp_path: Path, monkeypatch:
     def fails() -> None:
         raise RuntimeError("a folder vanished")
 
-    first.worker.ask(fails)
+    first.worker.submit(fails)
     second = launch.panel(SHORT)
     first.worker.join(60)
     assert not first.worker.is_alive()

@@ -18,8 +18,9 @@ import tyro
 from pydantic.fields import FieldInfo
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES, MOST_RANKS
 from vdpp_core.config.errors import ConfigError, in_one_line
-from vdpp_core.config.layout import AXES, MOST_RANKS, Parallel
+from vdpp_core.config.layout import Parallel
 from vdpp_core.config.run import COMMAND_DEFAULTS
 
 COMMANDS = {
@@ -76,7 +77,7 @@ else:  # holds only the flags that were given
         {name: _flag(name, field) for name, field in RunConfig.model_fields.items() if name not in _NOT_FLAGS}
         | {
             axis: Annotated[str, shown("N", f"{Parallel.model_fields[axis].description}{_REST.get(axis, '')}")]
-            for axis in AXES
+            for axis in AXIS_NAMES
         }
         | {"fsdp": Annotated[bool, shown(None, Parallel.model_fields["fsdp"].description)]}
         | {"json": Annotated[bool, shown(None, "print the result as JSON")]},
@@ -227,7 +228,7 @@ def run_config(flags: dict[str, Any], ranks: int, counted_by: str, counted: bool
     Raises:
         ConfigError: one of them cannot be used; only arguments that were given are named.
     """
-    axes = {axis: flags[axis] for axis in AXES if axis in flags}
+    axes = {axis: flags[axis] for axis in AXIS_NAMES if axis in flags}
     layout = None
     try:
         if axes or flags.get("fsdp"):
@@ -237,7 +238,7 @@ def run_config(flags: dict[str, Any], ranks: int, counted_by: str, counted: bool
                 layout = Parallel(**(layout.model_dump() | {rest: max(1, ranks // layout.world_size)}))
         return without_layout(flags).replace(parallel=layout).for_ranks(ranks)
     except ConfigError as error:
-        if error.argument not in AXES:
+        if error.argument not in AXIS_NAMES:
             raise
         if error.argument not in axes:
             stages = " (every rank is a pipeline stage unless flags say otherwise)" if error.argument == "pp" else ""

@@ -13,12 +13,13 @@ import pandas as pd
 
 from vdpp_core.cli import arguments
 from vdpp_core.cli.arguments import N, RunFlags, Switch, X, number, shown
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.layout import AXES
+from vdpp_core.config.execution import resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.parallel.devices import GIB
-from vdpp_core.predict import accuracy, memory, planner, rates, schedule
+from vdpp_core.predict import accuracy, memory, planner, published, rates, schedule
 from vdpp_core.predict.rates import Link, Rates
 from vdpp_core.predict.replay import PARTS
 from vdpp_core.runs import runfolder
@@ -87,7 +88,7 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
 def _what(config: RunConfig) -> str:
     batch, _, frames, rows, columns = config.shape
     latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
-    return f"latents {latents}, {str(execution.dtype(config)).removeprefix('torch.')}"
+    return f"latents {latents}, {str(resolve(config).dtype).removeprefix('torch.')}"
 
 
 def _verdict(facts: dict[str, Any], chunk: int) -> list[str]:
@@ -125,7 +126,7 @@ class Plan:
     top: Annotated[str, N] = "10"  # layouts to print; --json has all
 
     def __call__(self, *_: Any) -> None:
-        for axis in (*AXES, "fsdp", "fsdp_same_sample"):
+        for axis in (*AXIS_NAMES, "fsdp", "fsdp_same_sample"):
             if given := self.run.get(axis):
                 raise ConfigError(axis, given, "not in a plan, which looks for the layout")
         gpus = arguments.whole_number("gpus", self.gpus, most=planner.MOST_GPUS)
@@ -157,7 +158,7 @@ class Plan:
         """What is planned, by default for the device that rates are known of."""
         if folder is None:
             config = _predicted(self.run, 1)
-            if self.tflops is None and execution.device_type(config) != "cuda":
+            if self.tflops is None and resolve(config).device_type != "cuda":
                 allowed = "needs --calibrate RUN or --tflops: the published speeds are those of GPUs"
                 raise ConfigError("device", config.device, allowed)
             return config
@@ -169,17 +170,17 @@ class Plan:
         """Speeds as given, of a run, or of a published row."""
         tflops, link = number("tflops", self.tflops), self._link()
         if tflops is not None:
-            return Rates(tflops * 1e12, link or rates.published_link())
+            return Rates(tflops * 1e12, link or published.link())
         if folder is None:
-            row = rates.nearest_row(config)
-            if not 1 / FAR < (times := rates.beyond(config, row)) < FAR:
+            row = published.nearest_row(config)
+            if not 1 / FAR < (times := published.times_operations(config, row)) < FAR:
                 more = f"a step has {times:.2g} times the operations of the published row"
                 arguments.warn([f"{more}: calibrate on a run of your own (--calibrate RUN)"])
-            known = rates.published(row, link)
+            known = published.rates(row, link)
             return known.checked(accuracy.against_published(known))
         known, ran = rates.from_run(folder, link), RunConfig.read(folder)
-        planned = (config.source or config.model, execution.device_type(config), execution.dtype(config))
-        if planned != (ran.source or ran.model, execution.device_type(ran), execution.dtype(ran)):
+        planned = (config.source or config.model, resolve(config).device_type, resolve(config).dtype)
+        if planned != (ran.source or ran.model, resolve(ran).device_type, resolve(ran).dtype):
             arguments.warn([f"measured with {known.setting}, but another model, device or dtype is planned"])
         beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
         return known.checked(accuracy.against_runs([folder, *beside], known))
@@ -210,8 +211,9 @@ def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
     weights = {} if flags.get("model") == "dummy" else {"random_weights": True}
     given = {name: value for name, value in flags.items() if name != "random_weights"}
     config = arguments.run_config({"device": device, **given, **weights}, ranks, "world_size", ranks > 1)
-    checkpoint.check_guidance(config)
-    checkpoint.check_model(config)
+    execution = resolve(config)
+    checkpoint.check_guidance(config, execution)
+    checkpoint.check_model(config, execution)
     return config
 
 

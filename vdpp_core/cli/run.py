@@ -45,11 +45,11 @@ class NewRun(RunCommand):
         counted_by = "torchrun" if ranks.under_torchrun and self.world_size is None else "world_size"
         counted = ranks.under_torchrun or self.world_size is not None
         config = arguments.run_config(self.flags, wanted, counted_by, counted)
-        checks.check(config, local_ranks)
+        execution = checks.check(config, local_ranks)
         if not ranks.under_torchrun:
             runfolder.check_place(config)
         if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by the process that runs
-            arguments.warn([*checks.before_start(config, local_ranks), *memory.before_start(config, local_ranks)])
+            arguments.warn([*checks.before_start(config, execution), *memory.before_start(config, execution)])
         if wanted != ranks.world_size:
             become_torchrun(wanted, argv)
         return Path(agree(ranks, lambda: str(runfolder.create(config))))

@@ -68,8 +68,14 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 rendezvous_handler_registry.register(BACKEND, _create)
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Start the ranks and wait for them; exits with 128 + its number after a signal, as Ctrl-C is."""
     try:
         run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={ADDRESS}", *sys.argv[1:]])
-    except SignalException as signalled:  # Ctrl-C, which its ranks received from it
+    except SignalException as signalled:  # the ranks received it, too
         raise SystemExit(128 + signalled.sigval) from None
+
+
+if __name__ == "__main__":
+    main()
