@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv/bin
 READY := .venv/ready
+UNIT := OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile
+RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+WITH_RANKS := tests/notebooks tests/distributed/test_survival.py tests/browser tests/distributed # the longest files first
 
 .PHONY: report figures test test-all lab lint benchmark gpu-check
 
@@ -11,14 +14,13 @@ report: $(READY) ## execute the notebooks and render HTML into figures/reports
 figures: $(READY) ## the same, and replace the pictures in figures/ that the README shows
 	$(VENV)/python -m launch report --update-figures
 
-test: $(READY) ## unit tests; notebook, browser and distributed tests, three files at a time; what needs quiet
-	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile tests/unit
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-		-m "not alone and not again" tests/notebooks tests/distributed/test_survival.py tests/browser tests/distributed
-	$(VENV)/python -m pytest -n 2 --dist loadfile -m "alone and not again" tests/distributed
+test: $(READY) ## what shows that a change is right, in minutes: all but the tests marked "again"
+	$(UNIT) -m "not again" tests/unit
+	$(RANKS) -m "not again" $(WITH_RANKS)
 
-test-all: test ## and what is shown once more in other layouts or ways
-	$(VENV)/python -m pytest -m again tests/distributed
+test-all: $(READY) ## everything, as CI does
+	$(UNIT) tests/unit
+	$(RANKS) $(WITH_RANKS)
 
 lab: $(READY) ## open the workbook
 	$(VENV)/jupyter lab --allow-root notebooks

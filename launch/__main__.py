@@ -18,11 +18,12 @@ from launch.job import stop_what_is_left
 from launch.machines.nodes import Nodes
 from vdpp_core.cli import command_line
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.layout import AXES, Parallel
+from vdpp_core.config.layout import Parallel
 from vdpp_core.runs import runfolder
 
-LAYOUTS = (*AXES, "fsdp")
+LAYOUTS = (*AXIS_NAMES, "fsdp")
 MOST_LINES = 1_000_000
 
 
@@ -128,7 +129,7 @@ def _nodes(arguments: argparse.Namespace, nproc: int, name: str) -> Nodes | None
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
-    for axis in (*AXES, "fsdp"):
+    for axis in (*AXIS_NAMES, "fsdp"):
         if given := getattr(arguments, axis):
             raise ConfigError(axis, given, f"not in a sweep, which takes --ranks and --layouts {axis}")
     configs = _layouts(arguments, _whole_numbers("ranks", arguments.ranks))
@@ -144,7 +145,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         table = running.wait()
     except KeyboardInterrupt:
         table = running.stop()
-    _print_table(table.drop(columns=["run_id", *AXES, "fsdp"]), arguments.json)
+    _print_table(table.drop(columns=["run_id", *AXIS_NAMES, "fsdp"]), arguments.json)
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:
@@ -161,7 +162,7 @@ def _layouts(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[RunCon
         raise ConfigError("layouts", arguments.layouts, allowed)
     layouts = {_layout(name, number, alone=names == ["fsdp"]) for number in ranks for name in names}
     base = command_line.without_layout(arguments)
-    ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.fsdp, *(getattr(layout, a) for a in AXES)))
+    ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.fsdp, *layout.sizes.values()))
     return [base.replace(parallel=layout) for layout in ordered]
 
 

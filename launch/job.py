@@ -239,8 +239,8 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     """Check a run and make its folder."""
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
     config = config.for_ranks(ranks)
-    checks.check(config, local_ranks=ranks)
-    for line in [*checks.before_start(config, ranks), *memory.before_start(config, ranks)]:
+    execution = checks.check(config, local_ranks=ranks)
+    for line in [*checks.before_start(config, execution), *memory.before_start(config, execution)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.create(config)
 
@@ -248,8 +248,8 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
 def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
     nodes.check()
     config = config.for_ranks(nodes.world_size)
-    checks.check(config, local_ranks=nodes.nproc)
-    for line in [*memory.before_start(config, nodes.nproc), *nodes.crossings(config)]:
+    execution = checks.check(config, local_ranks=nodes.nproc)
+    for line in [*memory.before_start(config, execution), *nodes.crossings(config)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.join(config.replace(output_dir=config.output_dir or runfolder.runs_root() / nodes.run_id))
 

@@ -9,7 +9,8 @@ import time
 
 import pandas as pd
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.predict import rates
 from vdpp_core.runs import files, machine
 
@@ -28,7 +29,7 @@ def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
     if done.returncode:
         raise RuntimeError(f"the probe failed: {done.stderr.strip().splitlines()[-1]}")
     rows = json.loads(done.stdout.strip().splitlines()[-1])
-    path = rates.link_path(execution.device_type(RunConfig(device=device)))
+    path = rates.link_path(resolve(RunConfig(device=device)).device_type)
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"date": time.strftime("%Y-%m-%d"), "hardware": machine.hardware(), "rows": rows}
     files.write_atomically(path, json.dumps(facts, indent=2) + "\n")

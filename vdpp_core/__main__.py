@@ -83,11 +83,11 @@ def _new_run(arguments: argparse.Namespace, argv: list[str], ranks: Ranks) -> Pa
     """Check everything, then make the run folder; all ranks know its place."""
     wanted, local_ranks = _wanted(arguments, ranks, alone=1)
     config = command_line.run_config(arguments, wanted)
-    checks.check(config, local_ranks)
+    execution = checks.check(config, local_ranks)
     if not ranks.under_torchrun:
         runfolder.check_place(config)
     if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by who goes on to run
-        command_line.warn([*checks.before_start(config, local_ranks), *memory.before_start(config, local_ranks)])
+        command_line.warn([*checks.before_start(config, execution), *memory.before_start(config, execution)])
     if wanted != ranks.world_size:
         _become_torchrun(wanted, argv)
     return Path(agree(ranks, lambda: str(_created(config))))

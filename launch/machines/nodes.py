@@ -125,14 +125,17 @@ class Nodes:
         the ranks per machine stay on one machine.
         """
         layout, found = config.layout, []
-        if self.nproc % layout.lockstep:
-            axis = "frames" if self.nproc % layout.frames else "cfg"
-            cost = costs.cost(config)
-            found.append(
-                f"{axis} {getattr(layout, axis)} crosses machines: {cost.exchanges} exchanges per step, with "
-                f"{sum(cost.sent.values()) / 1e6:.3g} MB from each rank, go over the network; "
-                f"an --nproc divisible by {layout.lockstep} avoids this"
-            )
+        together = 1
+        for axis, size in reversed(layout.lockstep_sizes.items()):  # innermost first
+            together *= size
+            if self.nproc % together:
+                cost = costs.cost(config)
+                found.append(
+                    f"{axis} {size} crosses machines: {cost.exchanges} exchanges per step, with "
+                    f"{sum(cost.sent.values()) / 1e6:.3g} MB from each rank, go over the network; "
+                    f"an --nproc divisible by {layout.lockstep} avoids this"
+                )
+                break
         stage = {layout.rank(replica, 0, member) for replica in range(layout.dp) for member in range(layout.lockstep)}
         if layout.shards > 1 and len({rank // self.nproc for rank in stage}) > 1:
             gathered = costs.gathering(config)[0]

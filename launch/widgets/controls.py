@@ -11,6 +11,7 @@ from annotated_types import Le
 from pydantic.fields import FieldInfo
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXES
 from vdpp_core.config.layout import Parallel
 from vdpp_core.config.run import PIXELS_PER_LATENT
 
@@ -27,7 +28,7 @@ SLIDERS = {  # least, most and step; all other numbers are typed
     **{"total_steps": (1, 100, 1), "num_samples": (1, 64, 1), "warmup_samples": (0, 8, 1)},
     **{"motion_bucket_id": (0, 255, 1), "decode_chunk_size": (1, 25, 1)},
     **{"guidance_scale": (0.0, 10.0, 0.1), "min_guidance_scale": (0.0, 10.0, 0.1)},
-    **{"dp": (1, 8, 1), "pp": (1, 8, 1), "cfg": (1, 2, 1), "frames": (1, 8, 1)},
+    **{axis.name: (1, min(8, axis.most), 1) for axis in AXES},
 }
 DEVICES = ("auto", "cpu", "cuda", "mps")
 MOST_IN_A_BROWSER = 2**53 - 1  # JavaScript rounds larger whole numbers

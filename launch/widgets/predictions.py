@@ -8,12 +8,13 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.engine import checks
 from vdpp_core.parallel import devices
-from vdpp_core.predict import memory, rates
-from vdpp_core.predict.planner import Counted
+from vdpp_core.predict import memory, published, rates
+from vdpp_core.predict.predictor import Predictor
 from vdpp_core.predict.rates import Rates
 from vdpp_core.runs import machine
 
@@ -22,7 +23,7 @@ class Predictions:
     """Predictions counted on the meta device. Counts are kept: only a new video size or layout takes a second."""
 
     def __init__(self) -> None:
-        self.counted = Counted()
+        self.predictor = Predictor()
         self.hardware = machine.hardware()
         self.finished: dict[Path, tuple[str, RunConfig] | None] = {}  # setting and configuration
 
@@ -36,9 +37,10 @@ class Predictions:
             ConfigError: this machine cannot run it.
         """
         ranks = config.layout.world_size
-        checks.check(config, ranks)
-        warnings = memory.before_start(config, ranks)
-        room, available = self.counted.room(config), devices.capacity(config, ranks) + memory.outside_a_limit(config)
+        execution = checks.check(config, ranks)
+        warnings = memory.before_start(config, execution)
+        beside = memory.outside_a_limit(config)
+        room, available = self.predictor.room(config), devices.capacity(config, execution) + beside
         batch, _, frames, rows, columns = config.shape
         facts = {
             "layout": f"{config.layout}" + f" on {ranks} ranks" * (ranks > 1),
@@ -50,7 +52,7 @@ class Predictions:
         known = self._rates(config, runs)
         source = "No times yet: no finished run here has this model, device, dtype and number of threads."
         if known is not None:
-            numbers = rates.foretold(config, self.counted.cost(config), known).numbers()
+            numbers = rates.predict_schedule(config, self.predictor.cost(config), known).numbers()
             facts |= {
                 "makespan": f"{numbers['makespan_s']:.3g} s",
                 "latency": f"{fmean(numbers['latency_s']):.3g} s",
@@ -72,15 +74,15 @@ class Predictions:
         for folder, _ in sorted(alike, key=lambda found: found[1].shape != config.shape):
             with contextlib.suppress(ConfigError):
                 return rates.from_run(folder)
-        if config.model == "svd" and execution.device_type(config) == "cuda":
-            return rates.published(rates.nearest_row(config))
+        if config.model == "svd" and resolve(config).device_type == "cuda":
+            return published.rates(published.nearest_row(config))
         return None
 
     def _setting(self, config: RunConfig) -> str:
         """The value of `rates.setting_of` for a run that has not started."""
-        threads = execution.threads(config, config.layout.world_size)
-        facts = {"device": execution.device_type(config), "dtype": str(execution.dtype(config)).removeprefix("torch.")}
-        return rates.setting_of(config, facts | {"threads_per_rank": [threads], "hardware": self.hardware})
+        execution = resolve(config, config.layout.world_size)
+        facts = {"device": execution.device_type, "dtype": execution.dtype_name}
+        return rates.setting_of(config, facts | {"threads_per_rank": [execution.threads], "hardware": self.hardware})
 
     def _finished(self, folder: Path, wanted: str) -> RunConfig | None:
         """A run's configuration, if it finished in the wanted setting and its ranks exchange nothing within a step."""

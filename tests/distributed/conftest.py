@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import patience
 from tests.doubles.checking import CALLS, check
 
 DOUBLES = Path(__file__).parents[1] / "doubles"
@@ -88,15 +88,7 @@ def torchrun_in_background(tmp_path: Path) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def wait_until() -> Callable[[Callable[[], Any], float], Any]:
     """wait_until(condition, seconds): what the condition returns as soon as it is true; fails after so many seconds."""
-
-    def wait(condition: Callable[[], Any], seconds: float) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (answer := condition()):
-            assert time.monotonic() < deadline, f"not within {seconds} s"
-            time.sleep(0.05)
-        return answer
-
-    return wait
+    return patience.wait_until
 
 
 def launch_command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

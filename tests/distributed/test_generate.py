@@ -11,9 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.patience import exit_code
 from vdpp_core import RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import execution
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import media, worker
 from vdpp_core.engine.videos import Official
@@ -67,7 +68,7 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
         "max_frame_difference": 0,
     }
     cpu, sample = torch.device("cpu"), config.num_samples - 1  # and once more, from the latents of the run
-    dtype, steps = execution.dtype(config), list[int]()
+    dtype, steps = resolve(config).dtype, list[int]()
     latents, frames = Official(config, cpu, dtype).generate(sample, steps.append)
     ours = saved_latents.load_latents(folder, sample).transpose(1, 2)
     assert torch.equal(ours, latents)
@@ -224,7 +225,7 @@ def test_a_rank_is_killed_while_it_decodes(torchrun_in_background, wait_until, t
     with torchrun_in_background(2, "run", folder) as process:
         wait_until(lambda: of_rank_1("video") and len(of_rank_1("chunk")) > 14, 60)
         os.kill(of_rank_1("start")[0]["pid"], signal.SIGKILL)
-        assert process.wait(20) != 0
+        assert exit_code(process, 20) != 0
     result = runfolder.read_result(folder)
     assert (result["outcome"], result["failure"]["rank"]) == ("failed", 1)
     assert "killed" in result["failure"]["cause"]

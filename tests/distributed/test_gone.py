@@ -17,8 +17,6 @@ from launch.__main__ import main
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.runs import runfolder
 
-pytestmark = pytest.mark.alone
-
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 LONG = RunConfig(
     model="dummy",

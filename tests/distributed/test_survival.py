@@ -6,7 +6,6 @@ import itertools
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import launch
+from tests.patience import result_of
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs import files, processes, runfolder, saved_latents
@@ -86,7 +86,7 @@ def assert_resumes(job: launch.Job, undisturbed: list[torch.Tensor]) -> None:
     kept = {path: path.stat().st_mtime_ns for path in (job.folder / "latents").glob("*.safetensors")}
     assert 2 <= len(kept) < SAMPLES
     assert job.result()["samples_finished"] in (len(kept), len(kept) - 1)  # one may be there and not be told of
-    result = job.resume().wait(60)
+    result = result_of(job.resume(), 60)
     assert (result["outcome"], result["samples_finished"]) == ("ok", SAMPLES)
     assert result["resumed"] == {"attempt": 2, "samples_kept": len(kept)}
     assert kept == {path: path.stat().st_mtime_ns for path in kept}
@@ -123,11 +123,9 @@ def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait
         job.resume()
     family = in_the_middle(job.folder, wait_until)
     harm(family)
-    began = time.monotonic()
     if harm is stop_rank:
         wait_until(lambda: "rank 1 is silent" in (job.progress()["stalled"] or ""), 15)  # named before it is ended
-    result = job.wait(15)
-    assert time.monotonic() - began < 15
+    result = result_of(job, 15)
     failure = result["failure"]
     assert (result["outcome"], failure["rank"]) == ("failed", rank)
     assert failure["cause"].startswith(cause)
@@ -144,7 +142,7 @@ def test_a_full_disk(small_disk: Path, undisturbed, wait_until: WaitUntil):
     ballast = small_disk / "ballast"
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         file.writelines(itertools.repeat(bytes(4096)))
-    result = job.wait(15)
+    result = result_of(job, 15)
     assert result["outcome"] == "failed"
     assert result["failure"]["cause"].startswith("the disk is full: ")
     assert result == runfolder.read_result(job.folder)
@@ -206,7 +204,7 @@ def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, whole_run: 
         job.resume()
     named = [str(line.message).partition(": ")[0] for line in told if line.category is UserWarning]
     assert named == [str(changed), str(cut)]
-    assert job.wait(60)["resumed"] == {"attempt": 2, "samples_kept": 3}
+    assert result_of(job, 60)["resumed"] == {"attempt": 2, "samples_kept": 3}
     assert_whole(job.folder, undisturbed)
 
 

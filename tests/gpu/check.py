@@ -27,6 +27,7 @@ import torch
 import launch
 from tests.doubles import cards as doubles
 from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.parallel import devices
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import communicators, memory, published
@@ -98,7 +99,8 @@ def plan(cards: int) -> tuple[list[RunConfig], list[str]]:
 
 def whole(config: RunConfig) -> int:
     """Bytes of the smallest device of a run's ranks, without the limit that it plays."""
-    return devices.capacity(config.replace(memory_limit_gib=None), (config.parallel or Parallel()).world_size)
+    execution = resolve(config, (config.parallel or Parallel()).world_size)
+    return devices.capacity(config.replace(memory_limit_gib=None), execution)
 
 
 def expectation(config: RunConfig) -> memory.Fit:
@@ -318,7 +320,7 @@ def show(cards: int) -> None:
     """What `check` would do on so many cards here."""
     configs, left_out = plan(cards)
     least = min(torch.cuda.get_device_capability(card) for card in range(cards))
-    there = devices.capacity(BASE, cards) / GIB
+    there = devices.capacity(BASE, resolve(BASE, cards)) / GIB
     card = f"{machine.hardware_name(machine.hardware())}, compute capability {'.'.join(map(str, least))}"
     print(f"{card}, {there:.2f} GiB: {len(configs)} runs in {DTYPE}, nothing is run now")
     for number, config in enumerate(configs, start=1):

@@ -90,14 +90,14 @@ def test_every_slider_of_the_planner_moves_to_both_ends_and_says_what_cannot_be(
     assert said["{'dp': 4, 'pp': 2}"] == "layout dp 4 × pp 2: needs 8 ranks, there are 6"
     assert said["{'pp': 6, 'total_steps': 5}"] == "pp 6: must be at most total_steps, 5"
     assert said["{'frames': 3, 'num_frames': 2}"] == "frames 3: must be at most num_frames, 2"
-    assert "nobody to share the parameters with" in said["{'fsdp': True}"]
+    assert "at least two ranks per stage" in said["{'fsdp': True}"]
     assert said["one video"].startswith("goal cadence: is about the time between videos")
     assert said["too large"].endswith("nothing fits")
 
 
-def test_the_planner_predicts_published_times_and_local_runs(executed: Callable[[str], Any]):
+def test_the_planner_predicts_published_times_and_runs_of_this_machine(executed: Callable[[str], Any]):
     shown = texts(executed("04_planner"))
-    assert "one A5000 at 14 × 72 × 128; others foretold from it are " in shown
+    assert "one A5000 at 14 × 72 × 128; other runs predicted from it are " in shown
     assert re.search(r"<th>4</th>\s*<td>0.409</td>\s*<td>0.4094</td>", shown)  # ⌈14/4⌉ rounds
     assert "error of the makespan, median" in shown
     assert "47 figures, 20 hold" in shown

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from vdpp_core.config import RunConfig
-from vdpp_core.config.layout import AXES
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.run import EXAMPLE_IMAGE
 
 FIELDS = list(RunConfig.model_fields)
@@ -49,7 +49,7 @@ GOOD: dict[str, list[Any]] = {
     "timeout_s": [1, 86_400],
     "output_dir": ["new", "new/below", "folder", "file"],
     "parallel": [None, {}, {"dp": 2}, {"pp": 2}, {"cfg": 2, "frames": 2}, {"dp": 2, "fsdp": True}],
-    **{axis: [1, 2, 4] for axis in AXES},
+    **{axis: [1, 2, 4] for axis in AXIS_NAMES},
     "world_size": [1, 2, 4],
 }
 
@@ -74,7 +74,7 @@ def _either(good: list[Any], bad: Any) -> Any:
     return st.sampled_from([True, True, True, False]).flatmap(lambda well: st.sampled_from(good) if well else bad)
 
 
-layouts = st.dictionaries(st.sampled_from([*AXES, "fsdp", "tp", "self"]), json_like, max_size=3)
+layouts = st.dictionaries(st.sampled_from([*AXIS_NAMES, "fsdp", "tp", "self"]), json_like, max_size=3)
 
 
 def _value(name: str) -> Any:
@@ -113,7 +113,7 @@ def _flags(names: list[str], extra: dict[str, list[Any]], switches: tuple[str, .
     return st.lists(one(), max_size=5).map(lambda parts: [word for part in parts for word in part])
 
 
-RUN_NAMES = [name for name in FIELDS if name not in ("command", "parallel")] + [*AXES, "fsdp", "json"]
+RUN_NAMES = [name for name in FIELDS if name not in ("command", "parallel")] + [*AXIS_NAMES, "fsdp", "json"]
 SWITCHES = ("fsdp", "json", "poisson")
 PLAN = {
     "gpus": ["1", "2"],

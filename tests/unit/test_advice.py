@@ -1,4 +1,4 @@
-"""Which layout comes first for what is wanted, why, and why the others fall out."""
+"""Which layout comes first for each goal, why, and why the rest are excluded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import execution
+from vdpp_core.config.execution import resolve
 from vdpp_core.parallel.devices import GIB
-from vdpp_core.predict import costs, memory, planner, rates, schedule
+from vdpp_core.predict import costs, memory, planner, published, schedule
 from vdpp_core.predict.costs import Cost
-from vdpp_core.predict.planner import Counted, Room, advise
+from vdpp_core.predict.planner import advise
+from vdpp_core.predict.predictor import Predictor, Room
 from vdpp_core.predict.rates import Link, Rates
 
 SVD = RunConfig(model="svd", random_weights=True, device="cuda", dtype="fp16", latent_shape=(1, 4, 25, 160, 288))
 CARD = Rates(1e12, Link(1e9), "made up")
 
 
-class Simple:
+class Simple(Predictor):
     """4 GiB of parameters, 20 of activations a pass, 1e12 operations a pass, 1 MB and two meetings a step."""
 
     def cost(self, config):
@@ -41,7 +42,7 @@ class Simple:
 
 
 def simple(goal, gpus=4, config=SVD, capacity_gib=None, **more):
-    return advise(config, gpus, goal, CARD, capacity_gib, figures=Simple(), **more)
+    return advise(config, gpus, goal, CARD, capacity_gib, predictor=Simple(), **more)
 
 
 def row(table: pd.DataFrame, layout: str):
@@ -76,7 +77,7 @@ def test_one_video_is_soonest_where_its_forward_pass_is_split():
 def test_many_videos_are_soonest_in_replicas():
     table = simple("throughput", config=SVD.replace(num_samples=12))
     assert table["layout"][0] == "dp 4"
-    assert "4 videos at once, 3 rounds" in table["reason"][0]
+    assert "4 videos in parallel, 3 rounds" in table["reason"][0]
     assert table["makespan_s"][0] == pytest.approx(3 * 28 * 2)
     assert table["utilisation"][0] == pytest.approx(1)
     assert row(table, "pp 4")["makespan_s"] > table["makespan_s"][0]
@@ -98,26 +99,26 @@ def test_least_memory_is_split_and_sharded():
     assert table["needed_gib"][table["place"].notna()].is_monotonic_increasing
 
 
-def test_what_does_not_fit_falls_out_with_its_reason():
+def test_what_does_not_fit_is_excluded_with_its_reason():
     table = simple("latency", capacity_gib=24)
     assert row(table, "frames 2")["guidance"] == "sequential"  # both passes at once are too large there
     assert row(table, "frames 4")["guidance"] == "batched"
     for layout in ("1 rank", "pp 4"):
         assert pd.isna(row(table, layout)["place"])
-        assert row(table, layout)["reason"].startswith("25 GiB needed, 23.52 of 24 usable: ")
-    assert "splitting steps or samples saves none" in row(table, "pp 4")["reason"]
-    assert "all activations of one pass" in row(table, "cfg 2")["reason"]
-    assert row(table, "frames 4 × fsdp")["reason"] == "fits without sharding, which can only add waiting"
-    assert row(table, "dp 4")["reason"] == "more replicas than the 1 sample(s)"
-    assert "2 replicas only hold parameters" in row(table, "dp 3 × fsdp")["reason"]
+        assert row(table, layout)["reason"].startswith("needs 25 GiB, 23.52 of 24 GiB usable: ")
+    assert "splitting steps or samples saves no memory" in row(table, "pp 4")["reason"]
+    assert "all activations of one guidance pass" in row(table, "cfg 2")["reason"]
+    assert row(table, "frames 4 × fsdp")["reason"] == "fits without sharding, which would only slow it down"
+    assert row(table, "dp 4")["reason"] == "more replicas than samples (1)"
+    assert "2 replica(s) only hold parameters" in row(table, "dp 3 × fsdp")["reason"]
     assert table["place"].isna().tolist() == sorted(table["place"].isna())  # they come last
     close = simple("latency", capacity_gib=21 / (1 - planner.SPARE) - 0.01)
-    assert "sharding leaves the activations whole" in row(close, "dp 4 × fsdp")["reason"]
+    assert "sharding does not reduce the activations" in row(close, "dp 4 × fsdp")["reason"]
 
 
 def test_layouts_that_cannot_be_say_why():
     dummy = RunConfig(model="dummy", device="cpu", total_steps=3, latent_shape=(1, 4, 2, 8, 8), guidance_scale=1)
-    table = advise(dummy, 4, "throughput", CARD, figures=Simple())
+    table = advise(dummy, 4, "throughput", CARD, predictor=Simple())
     assert row(table, "pp 4")["reason"] == "pp 4: must be at most total_steps, 3"
     assert "buys nothing without guidance" in row(table, "cfg 2")["reason"]
     assert "only a spatio-temporal UNet" in row(table, "frames 2")["reason"]
@@ -140,21 +141,21 @@ def test_arrivals_are_waited_for():
 @pytest.mark.parametrize("layout", [Parallel(), Parallel(dp=2, fsdp=True), Parallel(cfg=2, frames=2)])
 def test_counted_for_one_sample_it_is_as_counted_for_all(layout):
     config = RunConfig(device="cuda", num_samples=9, latent_shape=(1, 4, 6, 24, 24), parallel=layout)
-    room = Counted().room(config)
+    room = Predictor().room(config)
     assert room.peak == pytest.approx(memory.predict(config).total, rel=1e-3)
     assert room.needed == pytest.approx(memory.needed(config), abs=32 * 2**20)
-    assert Counted().cost(config) == costs.cost(config)
+    assert Predictor().cost(config) == costs.cost(config)
 
 
 def test_the_documents_hardest_video_on_seven_cards_is_soonest_by_frames():
-    known = rates.published(3)
+    known = published.rates(3)
     table = advise(SVD, 7, "latency", known, capacity_gib=24)
     assert row(table, table["layout"][0])["frames"] > 1
     assert row(table, "frames 7")["place"] <= 2
-    for layout, words in (("1 rank", "on one GPU"), ("pp 7", "splitting steps or samples saves none")):
+    for layout, words in (("1 rank", "on one GPU"), ("pp 7", "splitting steps or samples saves no memory")):
         assert pd.isna(row(table, layout)["place"])
         assert words in row(table, layout)["reason"]
-        assert "GiB needed, 23.52 of 24 usable" in row(table, layout)["reason"]
+        assert "GiB, 23.52 of 24 GiB usable" in row(table, layout)["reason"]
     fsdp, by_frames = row(table, "dp 7 × fsdp"), row(table, "frames 7")
     assert by_frames["latency_s"] < 0.5 * fsdp["latency_s"]
     assert fsdp["latency_s"] == pytest.approx(811.8659, rel=0.1)  # as published
@@ -168,7 +169,7 @@ def test_the_documents_comparison_is_won_by_seven_replicas(capsys):
     found = json.loads(capsys.readouterr().out)
     first, second = found["layouts"][:2]
     assert (first["layout"], first["place"]) == ("dp 7", 1)
-    assert "7 videos at once, 2 rounds" in first["reason"]
+    assert "7 videos in parallel, 2 rounds" in first["reason"]
     assert second["makespan_s"] > first["makespan_s"]
     assert found["error"] is None
 
@@ -180,7 +181,7 @@ def test_the_command_prints_places_reasons_and_where_they_are_known_from(capsys)
     assert lines[0].startswith("3 samples of 28 steps, latents 14 × 8 × 8, float32, on up to 2; goal latency: ")
     assert "0.1 TFLOP/s (given; not checked against a measurement); link: 2 GB/s, given" in lines[1]
     assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
-    assert "each rank runs one of the guidance's passes" in lines[3]
+    assert "each rank runs one guidance pass" in lines[3]
     assert any(line.startswith("and ") and "more that fit" in line for line in lines)
     assert any(line.startswith("falls out: ") and "fits without sharding" in line for line in lines)
 
@@ -202,18 +203,21 @@ def test_arrivals_on_the_command_line(capsys):
         ("--gpus -3", "--gpus -3: must be"),
         ("--gpus 100", "--gpus 100: must be a whole number from 1 to 16"),
         ("--gpus 2 --goal speed", "--goal speed: must be latency, throughput, cadence, memory"),
-        ("--gpus 2 --goal cadence", "--goal cadence: is about the time between videos: more of them than GPUs"),
+        (
+            "--gpus 2 --goal cadence",
+            "--goal cadence: compares the time between videos and needs more samples",
+        ),
         ("--gpus 2 --capacity-gib -1", "--capacity-gib -1.0: must be finite and above 0"),
         ("--gpus 2 --capacity-gib nan", "--capacity-gib nan: must be a finite number"),
         (
             "--gpus 2 --capacity-gib 0.001",
-            "--capacity-gib 0.001: must be above what the parameters take on a rank",
+            "--capacity-gib 0.001: must be above the parameters of a rank",
         ),
-        ("--gpus 2 --link-gb-per-s 0", "--link-gb-per-s 0.0: must be at least 1e-9: hand-offs would never arrive"),
+        ("--gpus 2 --link-gb-per-s 0", "--link-gb-per-s 0.0: must be at least 1e-9, or hand-offs would never arrive"),
         ("--gpus 2 --link-gb-per-s 1 --link-us -5", "--link-us -5.0: must be from 0 to 1e9 microseconds"),
         ("--gpus 2 --link-us 5", "--link-us 5.0: only with link_gb_per_s"),
         ("--gpus 2 --tflops -2", "--tflops -2.0: must be from 1e-9 to 1e9"),
-        ("--gpus 2 --every-s -1", "--every-s -1.0: must be seconds below 1e+09, not negative"),
+        ("--gpus 2 --every-s -1", "--every-s -1.0: must be greater than or equal to 0"),
         ("--gpus 2 --poisson", "--poisson True: only with every_s"),
         ("--gpus 2 --pp 2", "--pp 2: not in a plan, which looks for the layout"),
         ("--gpus 2 --fsdp", "--fsdp True: not in a plan, which looks for the layout"),
@@ -239,7 +243,7 @@ def test_what_cannot_be_is_one_line(flags, line, capsys):
 def test_a_memory_limit_is_a_capacity(capsys):
     """That of PyTorch's allocator: the context comes on top, as with `memory`."""
     main(["plan", "--gpus", "1", "--tflops", "1", "--link-gb-per-s", "1", "--memory-limit-gib", "0.001"])
-    assert f"of {0.001 + memory.CONTEXT_GIB:g} usable" in capsys.readouterr().out
+    assert f"of {0.001 + memory.CONTEXT_GIB:g} GiB usable" in capsys.readouterr().out
 
 
 def test_more_stages_than_steps_fall_out_of_a_plan(capsys):
@@ -251,6 +255,6 @@ def test_parameters_larger_than_the_capacity_can_be_shared():
     config = RunConfig(device="cuda", dtype="fp16")
     whole = costs.parameters(config) / GIB
     with pytest.raises(ConfigError, match="capacity_gib"):
-        advise(config, 2, "memory", CARD, whole / 2, figures=Simple())
-    assert len(advise(config, 2, "memory", CARD, whole / 2 * 1.01, figures=Simple()))
-    assert execution.element_size(config) == 2
+        advise(config, 2, "memory", CARD, whole / 2, predictor=Simple())
+    assert len(advise(config, 2, "memory", CARD, whole / 2 * 1.01, predictor=Simple()))
+    assert resolve(config).element_size == 2

@@ -9,7 +9,7 @@ from launch.widgets.predictions import Foreteller
 from tests.doubles.cards import A100, A5000, GIB, T4, Card, faked, from_environment
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import execution
+from vdpp_core.config.execution import resolve
 from vdpp_core.engine import checks
 from vdpp_core.parallel import devices
 from vdpp_core.predict import memory
@@ -25,6 +25,10 @@ def answer(config: RunConfig, local_ranks: int = 1, ranks: int | None = None) ->
     line = str(caught.value)
     assert "\n" not in line
     return line
+
+
+def capacity(config: RunConfig, local_ranks: int) -> int:
+    return devices.capacity(config, resolve(config, local_ranks))
 
 
 def test_the_double_bites() -> None:
@@ -59,14 +63,16 @@ def test_cards_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_auto_is_on_cards(count: int, card: Card) -> None:
     config = RunConfig().for_ranks(count)
     with faked(*[card] * count):
-        checks.check(config, count)
-        assert (execution.device_type(config), execution.backend(config)) == ("cuda", "nccl")
-        assert execution.dtype(config) == torch.float16
-        assert devices.capacity(config, count) == card.total_memory
+        execution = checks.check(config, count)
+        assert (execution.device_type, execution.backend) == ("cuda", "nccl")
+        assert execution.dtype == torch.float16
+        assert execution.cards == range(count)
+        assert devices.capacity(config, execution) == card.total_memory
         assert machine.hardware_name(machine.hardware()) == f"{count} × {card.name}"
     with faked():
-        assert (execution.device_type(config), execution.backend(config)) == ("cpu", "gloo")
-        assert execution.dtype(config) == torch.float32
+        execution = resolve(config, count)
+        assert (execution.device_type, execution.backend, execution.cards) == ("cpu", "gloo", range(0))
+        assert execution.dtype == torch.float32
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -148,19 +154,19 @@ def test_bf16_is_asked_of_the_cards_that_are_used() -> None:
 
 def test_the_capacity_is_that_of_the_smallest_card_in_use() -> None:
     with faked(A100, A5000, T4, A100):
-        capacities = [devices.capacity(ON_CUDA, ranks) for ranks in (1, 2, 3, 4)]
+        capacities = [capacity(ON_CUDA, ranks) for ranks in (1, 2, 3, 4)]
         assert capacities == [card.total_memory for card in (A100, A5000, T4, T4)]
-        assert devices.capacity(RunConfig(device="cuda:3"), 1) == A100.total_memory
-        assert devices.capacity(RunConfig(device="cuda:2", memory_limit_gib=3), 1) == 3 * GIB
+        assert capacity(RunConfig(device="cuda:3"), 1) == A100.total_memory
+        assert capacity(RunConfig(device="cuda:2", memory_limit_gib=3), 1) == 3 * GIB
 
 
 def test_a_run_that_only_the_smallest_card_has_no_room_for() -> None:
     config = RunConfig(device="cuda", num_samples=2, parallel=Parallel(dp=2))
     with faked(A100, A100):
-        assert memory.before_start(config, 2) == []
+        assert memory.before_start(config, resolve(config, 2)) == []
         small = Card((7, 5), memory.needed(config) / GIB - 0.1)
     with faked(A100, small):
-        (line,) = memory.before_start(config, 2)
+        (line,) = memory.before_start(config, resolve(config, 2))
     assert line.startswith("dp 2: will probably run out of memory")
 
 
@@ -174,5 +180,5 @@ def test_the_panel_counts_what_is_outside_a_limit_on_both_sides() -> None:
 
 def test_on_a_mac_it_is_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
-    assert devices.capacity(RunConfig(device="mps"), 1) == 12 * GIB
-    assert devices.capacity(RunConfig(device="mps", memory_limit_gib=3), 1) == 3 * GIB
+    assert capacity(RunConfig(device="mps"), 1) == 12 * GIB
+    assert capacity(RunConfig(device="mps", memory_limit_gib=3), 1) == 3 * GIB

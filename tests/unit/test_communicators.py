@@ -1,4 +1,4 @@
-"""How many communicators of NCCL a rank opens, and where their memory is counted."""
+"""How many communicators of NCCL a rank opens, and where their memory is predictor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vdpp_core import Parallel, RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import communicators, memory
-from vdpp_core.predict.planner import Counted
+from vdpp_core.predict.predictor import Predictor
 
 CUDA = RunConfig(device="cuda", dtype="fp16", latent_shape=(1, 4, 8, 8, 8))
 EACH = communicators.ASSUMED_GIB
@@ -60,9 +60,9 @@ def test_they_are_in_what_a_rank_needs():
 
 
 def test_what_the_planner_counts_once_for_all_layouts_has_those_of_each():
-    counted = Counted()
-    rooms = [counted.room(CUDA.replace(parallel=Parallel(pp=size))) for size in (1, 2, 3)]
-    assert len(counted.rooms) == 1
+    predictor = Predictor()
+    rooms = [predictor.room(CUDA.replace(parallel=Parallel(pp=size))) for size in (1, 2, 3)]
+    assert len(predictor.rooms) == 1
     assert [(room.needed - rooms[0].needed) / GIB for room in rooms] == pytest.approx([0, 2 * EACH, 3 * EACH])
     assert len({room.peak for room in rooms}) == 1
 
@@ -74,7 +74,7 @@ def test_a_limit_is_the_allocators_whatever_the_layout(capsys):
     main(["plan", "--gpus", "2", "--tflops", "1", "--link-gb-per-s", "1", *flags])
     said = capsys.readouterr().out
     for number in (0, 1, 2):
-        assert f"of {limit + memory.CONTEXT_GIB + number * EACH:g} usable" in said
+        assert f"of {limit + memory.CONTEXT_GIB + number * EACH:g} GiB usable" in said
 
 
 def test_the_command_has_a_line_for_them(capsys):

@@ -9,6 +9,7 @@ import pytest
 
 import vdpp_core.__main__
 from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.engine import worker
 from vdpp_core.runs import disturbed, other_runs, runfolder
@@ -272,7 +273,7 @@ def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch
     t, seen = 1000.0, [1, 0, 4, 2]
     monkeypatch.setattr(disturbed.time, "monotonic", lambda: t)
     monkeypatch.setattr(other_runs, "in_the_way", lambda *_: seen.pop(0))
-    around = disturbed.Surroundings(RunConfig(), local_ranks=2, counts=True)
+    around = disturbed.Surroundings(resolve(RunConfig(), local_ranks=2), counts=True)
     around.look()  # the clock has not started
     assert around.begin()["other_ranks"] == 1
     around.look()
@@ -282,7 +283,7 @@ def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch
         around.look()
     assert around.so_far()["other_ranks"] == 4
     assert seen == []
-    another = disturbed.Surroundings(RunConfig(), local_ranks=2, counts=False)
+    another = disturbed.Surroundings(resolve(RunConfig(), local_ranks=2), counts=False)
     assert another.begin()["other_ranks"] is None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vdpp_core import Parallel, RunConfig, models
-from vdpp_core.config.layout import AXES
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 from vdpp_core.parallel.handoff import Handoff
@@ -42,14 +42,14 @@ def rank_of(layout: Parallel, rank: int) -> Iterator[World]:
         team = merged(mesh, "pp", "cfg", "frames").get_group()
         shards = merged(mesh, "dp", "cfg", "frames") if layout.shards > 1 else None
         place, cpu = layout.place(rank), torch.device("cpu")
-        yield World(rank, layout.world_size, place, cpu, 1, mesh, mesh.get_group("pp"), team, shards)
+        yield World(rank, layout.world_size, place, cpu, mesh, mesh.get_group("pp"), team, shards)
     finally:
         dist.destroy_process_group()
 
 
 def groups_of(world: World) -> dict[str, list[int]]:
     """The ranks of each group that a rank is in, in their order."""
-    groups = {axis: world.mesh.get_group(axis) for axis in AXES} | {"team": world.team}
+    groups = {axis: world.mesh.get_group(axis) for axis in AXIS_NAMES} | {"team": world.team}
     if world.shards is not None:
         groups["shards"] = world.shards.get_group()
     return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}

@@ -12,7 +12,7 @@ import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.config import execution
+from vdpp_core.config.execution import DTYPES, resolve
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import memory, published, replay, trace
 
@@ -113,7 +113,7 @@ def test_what_is_remembered_of_operators_is_what_they_give(change, monkeypatch):
     config = memory.alike(RunConfig(device="cpu", latent_shape=(1, 4, 5, 8, 8), parallel=Parallel()).replace(**change))
 
     def traces():
-        whole = execution.DTYPES[change.get("dtype", "fp32")]
+        whole = DTYPES[change.get("dtype", "fp32")]
         return trace.step.__wrapped__(config, whole), trace.decoding.__wrapped__(config, whole)
 
     monkeypatch.setattr(trace.Remembering, "known", {})
@@ -164,7 +164,7 @@ def test_the_bound_for_the_small_models(model, shape):
     ("capacity", "allowed"),
     [
         *((capacity, "must be finite and above 0, at most 1e+06") for capacity in (0, -1, math.nan, math.inf)),
-        (0.4, "must be above what the parameters take on a rank, 0.509 GiB"),
+        (0.4, "must be above the parameters of a rank, 0.509 GiB"),
     ],
 )
 def test_a_capacity_that_cannot_be(capacity, allowed):
@@ -184,25 +184,29 @@ def test_videos_have_to_be_decoded_too():
     assert "--decode-chunk-size 1" in memory.remedies(at_once, card)
 
 
+def before_start(config, local_ranks):
+    return before_start(config, resolve(config, local_ranks))
+
+
 def test_what_is_said_before_a_start():
-    assert memory.before_start(RunConfig(parallel=Parallel(pp=2), device="cpu"), 2) == []
-    (alone,) = memory.before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
-    assert "saves nothing" in alone
-    (narrow,) = memory.before_start(medium(memory_limit_gib=0.52), 1)
-    assert narrow.startswith("1 rank: will probably run out of memory, 0.61 GiB needed on a rank, 0.52 GiB there")
-    assert memory.before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []
+    assert before_start(RunConfig(parallel=Parallel(pp=2), device="cpu"), 2) == []
+    (alone,) = before_start(RunConfig(parallel=Parallel(fsdp=True), device="cpu"), 1)
+    assert "saves no memory" in alone
+    (narrow,) = before_start(medium(memory_limit_gib=0.52), 1)
+    assert narrow.startswith("1 rank: will probably run out of memory: a rank needs 0.61 GiB and has 0.52 GiB")
+    assert before_start(medium(memory_limit_gib=0.52, parallel=Parallel(dp=2, fsdp=True)), 2) == []
     with pytest.raises(ConfigError) as caught:
-        memory.before_start(medium(memory_limit_gib=0.5), 1)
-    assert str(caught.value) == "memory_limit_gib 0.5: must be above what the parameters take on a rank, 0.509 GiB"
+        before_start(medium(memory_limit_gib=0.5), 1)
+    assert str(caught.value) == "memory_limit_gib 0.5: must be above the parameters of a rank, 0.509 GiB"
 
 
 def test_a_limit_on_cuda_is_the_allocators():
     """The context comes on top of it."""
     row = published.memory_config(PUBLISHED[1])
     allocators = memory.needed(row) / GIB - memory.CONTEXT_GIB
-    assert memory.before_start(row.replace(memory_limit_gib=allocators + 0.02), 1) == []
-    (line,) = memory.before_start(row.replace(memory_limit_gib=allocators - 0.2), 1)
-    assert f"{allocators:.2f} GiB needed on a rank, {allocators - 0.2:.2f} GiB there" in line
+    assert before_start(row.replace(memory_limit_gib=allocators + 0.02), 1) == []
+    (line,) = before_start(row.replace(memory_limit_gib=allocators - 0.2), 1)
+    assert f"a rank needs {allocators:.2f} GiB and has {allocators - 0.2:.2f} GiB" in line
 
 
 def command(*arguments):

@@ -20,6 +20,7 @@ from launch.machines.coordinator import Others
 from launch.machines.nodes import Nodes
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.runs import files, origin, processes, results, resuming, runfolder, stalls
 
 JOB = sys.modules["launch.job"]
@@ -130,7 +131,7 @@ def test_a_machine_does_not_join_with_other_samples(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Nodes, "address", property(lambda _: ("10.77.0.2", False)))
     config = RunConfig(**SHORT, save_latents=True, output_dir=tmp_path / "run").for_ranks(2)
     folder = runfolder.create(config)
-    origin.begin(folder, config, threads=1)
+    origin.begin(folder, config, resolve(config))
     results.settle(folder, reason="stopped")
     files.write_atomically(folder / "config.json", config.replace(total_steps=3, seed=1).to_json())
     with pytest.raises(ConfigError, match=r"run run: (seed|total_steps) was .* when its samples were made"):

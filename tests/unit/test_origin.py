@@ -8,12 +8,17 @@ from PIL import Image
 
 from vdpp_core import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.config.run import MODELS
 from vdpp_core.engine import worker
 from vdpp_core.runs import files, origin, results, resuming, runfolder, saved_latents
 
 DUMMY = {"model": "dummy", "total_steps": 4, "num_samples": 3, "latent_shape": (1, 4, 2, 8, 8), "threads": 1}
+
+
+def of(config):
+    return origin.of(config, resolve(config))
 
 
 def edit(folder, **changes):
@@ -118,7 +123,7 @@ def test_every_field_counts_unless_it_is_known_not_to():
     named = set().union(*lists)
     assert len(named) == sum(map(len, lists))
     assert named < set(RunConfig.model_fields)
-    settings = origin.of(RunConfig(**DUMMY).for_ranks(1), 1).samples.settings
+    settings = of(RunConfig(**DUMMY).for_ranks(1)).samples.settings
     assert set(RunConfig.model_fields) - named <= set(settings)
 
 
@@ -144,7 +149,7 @@ def of_an_image(tmp_path):
     config = RunConfig(command="generate", image=image, model_id=str(model), num_samples=2, output_dir=tmp_path / "run")
     config = config.for_ranks(1)
     folder = runfolder.create(config)
-    record = origin.begin(folder, config, threads=1)
+    record = origin.begin(folder, config, resolve(config))
     saved_latents.save_latents(folder, 0, torch.zeros(config.shape), record.digest)
     results.settle(folder, reason="stopped")
     return folder, image, model
@@ -198,7 +203,7 @@ def test_a_model_may_move_but_is_not_replaced_by_another(of_an_image, tmp_path, 
     folder, _, model = of_an_image
     edit(folder, model_id=str(model.rename(tmp_path / "elsewhere")))
     assert origin.read(folder).samples.source == str(model)
-    origin.check(origin.read(folder), origin.of(RunConfig.read(folder), 1), "run")
+    origin.check(origin.read(folder), of(RunConfig.read(folder)), "run")
     edit(folder, model_id=several_files)
     assert_refused(folder, "model was .*/model when its samples were made, .*/several-files is another one: restore")
 
@@ -210,7 +215,7 @@ def test_a_hub_model_counts_by_its_revision(monkeypatch):
         lambda repository, name: f"/cache/models--{repository}/snapshots/{next(revisions)}/{name}",
     )
     config = RunConfig(model_id="somebody/some-svd").for_ranks(1)
-    before, now = origin.of(config, 1), origin.of(config, 1)
+    before, now = of(config), of(config)
     assert before.samples.model == {"revision": "aaaa"}
     with pytest.raises(ConfigError, match="run one: model somebody/some-svd was at revision aaaa, and is now at bbbb"):
         origin.check(before, now, "one")
@@ -297,11 +302,11 @@ def test_another_machine_has_the_same_files_or_takes_no_part(of_an_image, tmp_pa
     folder, image, _ = of_an_image
     record, config = origin.read(folder), RunConfig.read(folder)
     own = runfolder.create(config.replace(output_dir=tmp_path / "of-the-other"))
-    origin.follow(own, config, 2, record)  # with another number of cores, perhaps
+    origin.follow(own, config, resolve(config.replace(threads=2)), record)  # with another number of cores, perhaps
     assert origin.read(own) == record
     Image.new("RGB", (16, 16), "blue").save(image)
     with pytest.raises(ConfigError, match=r"photo\.png is another file"):
-        origin.follow(own, config, 1, record)
+        origin.follow(own, config, resolve(config), record)
 
 
 def test_nothing_is_recorded_where_no_latents_are_kept(tmp_path):

@@ -6,6 +6,7 @@ Of several ranks each runs alone, one after the other, on a fake backend: what c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vdpp_core import Parallel, RunConfig, models
-from vdpp_core.config import execution
+from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.run import EXAMPLE_IMAGE
 from vdpp_core.engine import videos, worker
 from vdpp_core.models.decoding import Decoder
@@ -43,6 +44,10 @@ def backend() -> None:
         dist.Backend.register_backend(BACKEND, _nobody, extended_api=True, devices=["cpu", "meta"])
 
 
+def on_nobody(config: RunConfig, local_ranks: int = 1) -> Execution:
+    return replace(resolve(config, local_ranks), backend=BACKEND)
+
+
 @pytest.fixture(autouse=True)
 def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     load_scheduler = models.load_scheduler
@@ -55,7 +60,7 @@ def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(models, "load_scheduler", schedule)
     monkeypatch.setattr(world, "device_of", lambda *_: META)
-    monkeypatch.setattr(execution, "backend", lambda _: BACKEND)
+    monkeypatch.setattr(worker, "resolve", on_nobody)
     monkeypatch.setattr(rendezvous, "_store", lambda _: FakeStore())
     yield
     if dist.is_initialized():

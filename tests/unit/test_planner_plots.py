@@ -46,7 +46,7 @@ def test_two_videos_in_turn_differ_in_grey():
 
 def test_a_layout_that_cannot_be_says_so_in_its_place():
     _, words, figure = plan(Parallel(dp=3, pp=2))
-    assert words == "layout dp 3 × pp 2: needs 6 ranks, there are 4"
+    assert words == "layout dp 3 × pp 2: needs 6 GPUs, but only 4 are available"
     assert figure.axes[0].texts[0].get_text() == words
     assert not figure.axes[0].axison
 
@@ -75,16 +75,16 @@ def test_the_advice_is_written_below():
     assert len(lines) == 1 + plan_overview.SHOWN + 1  # heading, the best, and the chosen one, which does not fit
     assert table["layout"][0] in lines[1]
     assert table["reason"][0][:30] in lines[1]
-    assert "GiB needed" in lines[-1]
+    assert "needs" in lines[-1]
     assert max(map(len, lines)) <= plan_overview.WIDTH
 
 
 def test_where_nothing_fits_it_says_so():
     table, words, figure = plan(Parallel(), capacity_gib=1.5)
     assert table["place"].isna().all()
-    assert isinstance(words, list)  # its schedule can be looked at all the same
+    assert isinstance(words, list)  # its schedule is shown all the same
     table, words, figure = plan(Parallel(), capacity_gib=0.1)
-    assert words.startswith("capacity_gib 0.1: must be above what the parameters take")
+    assert words.startswith("capacity_gib 0.1: must be above the parameters of a rank")
     assert any("no layout fits" in text.get_text() for text in figure.texts)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig, split
-from vdpp_core.predict import schedule
+from vdpp_core.predict import published, schedule
 from vdpp_core.predict.schedule import AHEAD, Seconds, closed_form, periodic, poisson, predict
 from vdpp_core.runs.metrics import Span, numbers
 
@@ -280,16 +280,16 @@ def test_arrivals():
 
 @pytest.mark.parametrize("layout", [Parallel(pp=4096), Parallel(dp=64, pp=64), Parallel(dp=4096)], ids=str)
 def test_4096_ranks_and_10_000_samples_within_10_s(layout):
-    began = time.perf_counter()
+    began = time.process_time()
     result = schedule.make(layout, [1] * layout.pp, 10_000, Seconds(STEP_S, hop=0.01)).numbers()
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
     formula = closed_form(layout, layout.pp, 10_000, STEP_S, 0.01)
     assert result["makespan_s"] == pytest.approx(formula["makespan_s"])
     assert result["bubble"] == pytest.approx(formula["bubble"])
 
 
 def test_what_the_documents_draw():
-    drawn = dict(schedule.documented())
+    drawn = dict(published.schedules())
     ends = [found.numbers()["makespan_s"] for found in drawn.values()]
     assert ends == pytest.approx([7.23, (6 + 7) * 0.6, 42.0, 8 + 9 * 3.8 / 6])  # a hop is longer than a stage
     assert [found.layout.world_size for found in drawn.values()] == [7, 7, 1, 7]
@@ -298,32 +298,28 @@ def test_what_the_documents_draw():
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        (lambda: Seconds(0.0), "step_s 0.0: must be seconds above 0, below 1e+09"),
-        (lambda: Seconds([0.1, -1]), "step_s 0.1 -1.0: must be seconds above 0, below 1e+09"),
-        (lambda: Seconds(float("nan")), "step_s nan: must be seconds above 0, below 1e+09"),
-        (lambda: Seconds(1, hop=-0.1), "hop_s -0.1: must be seconds below 1e+09, not negative"),
-        (lambda: Seconds(1, decode=float("inf")), "decode_s inf: must be seconds below 1e+09, not negative"),
-        (
-            lambda: made(4, 3, pp=2, step_s=[1, 2, 3]),
-            "step_s 3: must be one number, one for each of 2 stages, or 1 × 2",
-        ),
-        (lambda: made(4, 0), "num_samples 0: must be a whole number of at least 1"),
+        (lambda: Seconds(0.0), "step 0.0: must be above 0 and below 1e+09 seconds"),
+        (lambda: Seconds([0.1, -1]), "step 0.1 -1.0: must be above 0 and below 1e+09 seconds"),
+        (lambda: Seconds(float("nan")), "step nan: must be above 0 and below 1e+09 seconds"),
+        (lambda: Seconds([]), "step '': must be above 0 and below 1e+09 seconds"),
+        (lambda: Seconds("soon"), "step soon: must be numbers of seconds"),
+        (lambda: Seconds(1, hop=-0.1), "hop -0.1: must be greater than or equal to 0"),
+        (lambda: Seconds(1, decode=float("inf")), "decode inf: must be less than 1000000000"),
+        (lambda: made(4, 3, pp=2, step_s=[1, 2, 3]), "step 3: must be one number, one for each of 2 stages, or 1 × 2"),
+        (lambda: made(4, 0), "num_samples 0: must be greater than or equal to 1"),
         (lambda: made(4, 3, arrivals=[0, 1]), "arrivals 2: must be 3 times, one for each sample"),
         (
             lambda: made(4, 2, arrivals=[1, 0]),
             "arrivals 1.0 0.0: must be finite seconds, not negative and not decreasing",
         ),
-        (lambda: poisson(3, -1.0, 0), "every_s -1.0: must be seconds below 1e+09, not negative"),
+        (lambda: made(4, 2, arrivals="now"), "arrivals now: must be numbers of seconds"),
+        (lambda: poisson(3, -1.0, 0), "every_s -1.0: must be greater than or equal to 0"),
+        (lambda: poisson(0, 1.0, 0), "num_samples 0: must be greater than or equal to 1"),
         (lambda: closed_form(Parallel(pp=5), 4, 1, 0.1), "pp 5: must be at most total_steps, 4"),
-        (lambda: closed_form(Parallel(), 4, -2, 0.1), "num_samples -2: must be a whole number of at least 1"),
-        (lambda: closed_form(Parallel(), 4, 2, 0), "step_s 0.0: must be seconds above 0, below 1e+09"),
-        (lambda: Seconds([]), "step_s '': must be seconds above 0, below 1e+09"),
-        (lambda: Seconds("soon"), "step_s soon: must be numbers of seconds"),
-        (lambda: poisson(0, 1.0, 0), "num_samples 0: must be a whole number of at least 1"),
-        (
-            lambda: schedule.make(Parallel(pp=2), [4], 1, Seconds(1)),
-            "sizes 4: must be the steps of 2 stages, at least 1 each",
-        ),
+        (lambda: closed_form(Parallel(), 4, -2, 0.1), "num_samples -2: must be greater than or equal to 1"),
+        (lambda: closed_form(Parallel(), 4, 2, 0), "step_s 0: must be greater than 0"),
+        (lambda: schedule.make(Parallel(pp=2), [4], 1, Seconds(1)), "sizes 4: must be the steps of 2 stages"),
+        (lambda: schedule.make(Parallel(), [0], 1, Seconds(1)), "sizes 0: must be greater than or equal to 1"),
     ],
 )
 def test_what_cannot_be_is_one_line(wrong, line):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.engine import worker
 from vdpp_core.parallel import rendezvous
 from vdpp_core.parallel import world as world_module
@@ -24,7 +25,7 @@ from vdpp_core.parallel.rendezvous import PATIENCE, Ranks
 from vdpp_core.parallel.world import World, joined
 
 ALONE = Ranks(0, 1, 0, 1, under_torchrun=False)
-CONFIG = RunConfig(device="cpu", threads=1, parallel=Parallel())
+CONFIG = RunConfig(device="cpu", threads=1)
 CALLS = (
     "barrier",
     "broadcast",
@@ -40,7 +41,7 @@ CALLS = (
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with joined(CONFIG, ALONE, "test") as joined_world:
+    with joined(Parallel(), resolve(CONFIG), ALONE, "test") as joined_world:
         yield joined_world
 
 
@@ -109,7 +110,7 @@ def tf32() -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("fp32", False), ("bf16", True)])
 def test_no_tf32_in_fp32_runs_and_the_callers_setting_afterwards(dtype: str, allowed: bool, tf32: Any) -> None:
-    with joined(CONFIG.replace(dtype=dtype), ALONE, "test"):
+    with joined(Parallel(), resolve(CONFIG.replace(dtype=dtype)), ALONE, "test"):
         assert [switch.allow_tf32 for switch in tf32] == [allowed] * 2
     assert [switch.allow_tf32 for switch in tf32] == [True] * 2
 
@@ -117,11 +118,11 @@ def test_no_tf32_in_fp32_runs_and_the_callers_setting_afterwards(dtype: str, all
 def test_on_one_machine_gloo_and_nccl_stay_on_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in world_module._INTERFACES:
         monkeypatch.delenv(name, raising=False)
-    with joined(CONFIG, ALONE, "test"):
+    with joined(Parallel(), resolve(CONFIG), ALONE, "test"):
         gloo, nccl = (os.environ[name] for name in world_module._INTERFACES)
         assert "127.0.0.1" in {each.address for each in psutil.net_if_addrs()[gloo]}
         assert nccl == f"={gloo}"  # the one of exactly that name
     assert not set(world_module._INTERFACES) & set(os.environ)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    with joined(CONFIG, ALONE, "test"):
+    with joined(Parallel(), resolve(CONFIG), ALONE, "test"):
         assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"

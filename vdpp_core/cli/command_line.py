@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, get_args
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXES, AXIS_NAMES, FSDP, MOST_RANKS
 from vdpp_core.config.errors import ConfigError, in_one_line
-from vdpp_core.config.layout import AXES, MOST_RANKS, Parallel
+from vdpp_core.config.layout import Parallel
 
 COMMANDS = {
     "simulate": "the logic of a run on the dummy network, CPU and fp32",
@@ -91,9 +92,9 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
             options["metavar"] = "|".join(choices) or name.upper()
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
     for axis in AXES:
-        rest = "; default: ranks / the other axes" if axis == "pp" else ""
-        parser.add_argument(f"--{axis}", metavar="N", help=f"{Parallel.model_fields[axis].description}{rest}")
-    parser.add_argument("--fsdp", action="store_true", help=Parallel.model_fields["fsdp"].description)
+        rest = "; default: ranks / the other axes" if axis.name == "pp" else ""
+        parser.add_argument(f"--{axis.name}", metavar="N", help=f"{axis.splits}{rest}")
+    parser.add_argument("--fsdp", action="store_true", help=FSDP.splits)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -138,7 +139,7 @@ def run_config(arguments: argparse.Namespace, ranks: int) -> RunConfig:
         ConfigError: one line that names the argument, its value and what is allowed.
     """
     given = _given(arguments)
-    axes = {axis: size for axis in AXES if (size := getattr(arguments, axis)) is not None}
+    axes = {axis: size for axis in AXIS_NAMES if (size := getattr(arguments, axis)) is not None}
     if axes or arguments.fsdp:
         layout = Parallel(**axes, fsdp=arguments.fsdp)
         rest = "dp" if arguments.fsdp else "pp"

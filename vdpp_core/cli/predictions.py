@@ -11,11 +11,12 @@ import numpy as np
 import pandas as pd
 
 from vdpp_core.cli import command_line
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.layout import AXES
+from vdpp_core.config.execution import resolve
 from vdpp_core.models import checkpoint
-from vdpp_core.predict import accuracy, memory, planner, rates, schedule
+from vdpp_core.predict import accuracy, memory, planner, published, rates, schedule
 from vdpp_core.predict.rates import Link, Rates
 from vdpp_core.predict.replay import PARTS
 from vdpp_core.runs import runfolder
@@ -93,8 +94,9 @@ def config_of(arguments: argparse.Namespace, ranks: int, device: str = "cuda") -
     arguments.device, arguments.command = device if arguments.device is None else arguments.device, None
     arguments.random_weights = None if arguments.model == "dummy" else True
     config = command_line.run_config(arguments, ranks)
-    checkpoint.check_guidance(config)
-    checkpoint.check_model(config)
+    execution = resolve(config)
+    checkpoint.check_guidance(config, execution)
+    checkpoint.check_model(config, execution)
     return config
 
 
@@ -124,7 +126,7 @@ def show_memory(arguments: argparse.Namespace) -> None:
 def _what(config: RunConfig) -> str:
     batch, _, frames, rows, columns = config.shape
     latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
-    return f"latents {latents}, {str(execution.dtype(config)).removeprefix('torch.')}"
+    return f"latents {latents}, {resolve(config).dtype_name}"
 
 
 def _print_verdict(facts: dict[str, Any], chunk: int) -> None:
@@ -144,7 +146,7 @@ def _print_verdict(facts: dict[str, Any], chunk: int) -> None:
 
 
 def show_plan(arguments: argparse.Namespace) -> None:
-    for axis in (*AXES, "fsdp", "fsdp_same_sample"):
+    for axis in (*AXIS_NAMES, "fsdp", "fsdp_same_sample"):
         if given := getattr(arguments, axis):
             raise ConfigError(axis, given, "not in a plan, which looks for the layout")
     gpus = command_line.whole_number("gpus", arguments.gpus, 1, most=planner.MOST_GPUS)
@@ -155,7 +157,7 @@ def show_plan(arguments: argparse.Namespace) -> None:
         raise ConfigError("tflops", arguments.tflops, "not with calibrate, which measures it")
     measured = rates.finished(folder)[1] if folder is not None else None
     config = config_of(arguments, 1, str(measured["device"]).partition(":")[0] if measured else "cuda")
-    if folder is None and arguments.tflops is None and execution.device_type(config) != "cuda":
+    if folder is None and arguments.tflops is None and resolve(config).device_type != "cuda":
         allowed = "needs --calibrate RUN or --tflops: what is published was measured on GPUs"
         raise ConfigError("device", config.device, allowed)
     arrivals = _arrivals(config, arguments.every_s, arguments.poisson)
@@ -202,18 +204,22 @@ def _rates(arguments: argparse.Namespace, config: RunConfig, folder: Path | None
     elif arguments.link_us is not None:
         raise ConfigError("link_us", arguments.link_us, "only with link_gb_per_s")
     if arguments.tflops is not None:
-        return Rates(arguments.tflops * 1e12, link or rates.published_link())
+        return Rates(arguments.tflops * 1e12, link or published.link())
     if folder is None:
-        row = rates.nearest_row(config)
-        if not 1 / FAR < (times := rates.beyond(config, row)) < FAR:
+        row = published.nearest_row(config)
+        if not 1 / FAR < (times := published.times_operations(config, row)) < FAR:
             command_line.warn(
                 [f"a step has {times:.2g} × the operations of the published row: calibrate on a run of your own"]
             )
-        known = rates.published(row, link)
+        known = published.rates(row, link)
         return known.checked(accuracy.against_published(known))
     known, ran = rates.from_run(folder, link), RunConfig.read(folder)
-    planned = (config.source or config.model, execution.device_type(config), execution.dtype(config))
-    if planned != (ran.source or ran.model, execution.device_type(ran), execution.dtype(ran)):
+    planned, measured = resolve(config), resolve(ran)
+    if (config.source or config.model, planned.device_type, planned.dtype) != (
+        ran.source or ran.model,
+        measured.device_type,
+        measured.dtype,
+    ):
         command_line.warn([f"{known.setting}: that is what was measured, and another model, device or type is planned"])
     beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
     return known.checked(accuracy.against_runs([folder, *beside], known))

@@ -28,7 +28,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from vdpp_core import models
 from vdpp_core.compare import peers_report
 from vdpp_core.compare.peers_report import Run
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.steps import split
 from vdpp_core.engine import worker
 from vdpp_core.engine.measure import Stopwatch, keep_freed_memory
@@ -51,12 +52,12 @@ def measure(config: RunConfig, runs: Sequence[Run], ranks: Ranks) -> None:
     keep_freed_memory(True)
     folder = config.output_dir
     assert folder is not None
-    assert config.threads is not None
-    torch.set_num_threads(config.threads)
-    device = device_of(config, ranks)
+    execution = resolve(config, ranks.local_world_size)
+    torch.set_num_threads(execution.threads)
+    device = device_of(execution, ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # already for loading, which is before the first process group
-    peers = Peers(config, device)
+    peers = Peers(config, execution, device)
     measured = []
     for number, run in enumerate(runs):
         _tidy(device)
@@ -90,8 +91,8 @@ def _ours(folder: Path, run: Run, ranks: Ranks) -> dict[str, Any]:
 class Peers:
     """The peers on this rank: one UNet, the official pipeline around it, and what GPipe's stages need to know."""
 
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self.config, self.device, self.dtype = config, device, execution.dtype(config)
+    def __init__(self, config: RunConfig, execution: Execution, device: torch.device) -> None:
+        self.config, self.execution, self.device, self.dtype = config, execution, device, execution.dtype
         self.samples = list(range(config.num_samples))
         self.unet = models.load(config, device, self.dtype)
         draws = conditioning.generators(config, self.samples)
@@ -114,7 +115,7 @@ class Peers:
             "step pipeline": self._gpipe,
         }
         kind, everyone = run.variant.kind, [[0.0]] * ranks.world_size
-        with joined(self.config.replace(parallel=run.variant.layout), ranks, str(folder)) as world:
+        with joined(run.variant.layout, self.execution, ranks, str(folder)) as world:
             latents, seconds = denoise[kind](world)
             for sample, value in latents.items():
                 saved_latents.save_latents(folder, sample, value.transpose(1, 2))
@@ -128,7 +129,7 @@ class Peers:
 
     def _accelerate(self, world: World) -> Denoised:
         state = PartialState(cpu=world.device.type == "cpu")  # takes the process group that is there
-        torch.set_num_threads(world.threads)  # it sets a number of its own where torchrun has set none
+        torch.set_num_threads(self.execution.threads)  # it sets a number of its own where torchrun has set none
         try:
             with state.split_between_processes(self.samples) as share:
                 return self._official(world, share)

@@ -14,16 +14,18 @@ from typing import Any
 import pandas as pd
 import torch
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.layout import AXES, Parallel
+from vdpp_core.config.execution import resolve
+from vdpp_core.config.layout import Parallel
 from vdpp_core.config.run import EXAMPLE_IMAGE
 from vdpp_core.runs import files, machine, runfolder, saved_latents
 
 OFFICIAL = "official pipeline"
 PEERS = {"one rank": OFFICIAL, "data parallel": "accelerate", "step pipeline": "GPipe"}
 NOT_COMPARED = {
-    **dict.fromkeys(AXES, "the layouts to compare follow from the ranks"),
+    **dict.fromkeys(AXIS_NAMES, "the layouts to compare follow from the ranks"),
     **dict.fromkeys(("stage_weights", "fsdp", "fsdp_same_sample", "fsdp_cpu_offload"), "no peer has it"),
     **dict.fromkeys(("guidance_mode", "shortcuts", "enable_memory_opt", "memory_limit_gib"), "no peer has it"),
     **dict.fromkeys(("compare_official", "decode_chunk_size"), "only denoising is compared, nothing is decoded"),
@@ -96,7 +98,7 @@ def configuration(flags: dict[str, Any], ranks: int, local_ranks: int) -> RunCon
         if ranks > most:
             raise ConfigError("world_size", ranks, f"must be at most {name}, {most}, which are shared out")
     image = config.image or (None if config.random_weights else EXAMPLE_IMAGE)
-    return config.replace(image=image, threads=execution.threads(config, local_ranks))
+    return config.replace(image=image, threads=resolve(config, local_ranks).threads)
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -187,15 +189,16 @@ def _spread(name: str, values: pd.Series) -> dict[str, float]:
 
 def facts(config: RunConfig, ranks: int, repeats: int) -> dict[str, Any]:
     """What was compared, and on what."""
+    execution = resolve(config)
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "world_size": ranks,
         "repeats": repeats,
-        "device": execution.device_type(config),
-        "dtype": str(execution.dtype(config)).removeprefix("torch."),
-        "backend": execution.backend(config),
+        "device": execution.device_type,
+        "dtype": execution.dtype_name,
+        "backend": execution.backend,
         "config": json.loads(config.to_json()),
     }
 

@@ -12,7 +12,6 @@ import pandas as pd
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.layout import AXES
 from vdpp_core.runs import machine, runfolder
 
 
@@ -36,7 +35,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
                 "run_id": result["run_id"],
                 "layout": str(config.layout),
                 "ranks": result["world_size"],
-                **{axis: getattr(config.layout, axis) for axis in AXES},
+                **config.layout.sizes,
                 "fsdp": config.layout.fsdp,
                 "model": config.model_id or config.model,
                 "total_steps": config.total_steps,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast, dataclass_transform
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, dataclasses, validate_call
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type)
 
 MOST_SHOWN = 200  # characters of a value
 _SECRETS = [  # and what of them is kept
@@ -58,7 +64,43 @@ def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
     argument = str(first["loc"][0]) if first["loc"] else "config"
     if first["type"] == "extra_forbidden":
         return ConfigError(argument, data.get(argument), "is not a parameter")
-    return ConfigError(argument, data.get(argument), first["msg"].replace("Input should", "must"))
+    allowed = re.sub(r"\d{16,}|0\.0{9,}\d+", lambda number: f"{float(number[0]):g}", first["msg"])
+    return ConfigError(argument, data.get(argument), allowed.replace("Input should", "must"))
+
+
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+def checked(function: Function) -> Function:
+    """Check a function's arguments against their annotations, strictly; a wrong one raises ConfigError."""
+    validated, signature = validate_call(config={**_STRICT, "defer_build": True})(function), inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        try:
+            return validated(**given)
+        except ValidationError as error:
+            raise _first_error(error, given) from None
+
+    return cast(Function, call)
+
+
+@dataclass_transform(frozen_default=True)
+def checked_dataclass(plain: Class) -> Class:
+    """Make a frozen dataclass that checks its fields against their annotations, as `checked` does for a function."""
+    made: Any = dataclasses.dataclass(frozen=True, config=_STRICT)(plain)
+    validated, signature = made.__init__, inspect.signature(made)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        try:
+            validated(self, **given)
+        except ValidationError as error:
+            raise _first_error(error, given) from None
+
+    made.__init__ = init
+    return cast(Class, made)
 
 
 class Frozen(BaseModel):

@@ -2,82 +2,107 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, model_validator
 
+from vdpp_core.config.axes import AXES, AXIS_NAMES, FSDP, LOCKSTEP_NAMES, MOST_RANKS
 from vdpp_core.config.errors import ConfigError, Frozen
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("dp", "pp", "cfg", "frames")  # outermost first: the last one talks most
-MOST_RANKS = 4096
+IN_FLIGHT = 2  # sends of a stage whose receiver is still busy with an earlier sample
 
 
 class Place(NamedTuple):
-    """Where a rank is: its replica, its stage, and its number in the lockstep group, whose member 0 speaks for it."""
+    """A rank's position: its replica, its stage, and its index in the lockstep group. Member 0 writes for the group."""
 
     replica: int
     stage: int
     member: int
 
 
-class Parallel(Frozen):
-    """How the work is spread. The product of the axes is the world size; `dp` is the outermost, `frames` the innermost.
+def _size(name: str) -> Any:
+    axis = AXES[AXIS_NAMES.index(name)]
+    return Field(default=1, ge=1, le=axis.most, description=axis.splits)
 
-    Ranks that differ in `cfg` and `frames` alone are a lockstep group: they compute the same step of the same sample
-    together. `fsdp` is no axis of its own: all ranks of one stage, in every replica, share out the parameters.
+
+class Parallel(Frozen):
+    """A layout: the size of every axis (`vdpp_core.config.axes`). Their product is the world size.
+
+    Ranks that differ only in lockstep axes form a lockstep group: they compute the same step of the same sample
+    together. With `fsdp`, all ranks of one stage, in every replica, share the parameters.
+
+    Raises:
+        ConfigError: a size out of range, or more than `MOST_RANKS` ranks.
     """
 
-    dp: int = Field(default=1, ge=1, le=MOST_RANKS, description="replicas: split the samples")
-    pp: int = Field(default=1, ge=1, le=MOST_RANKS, description="stages: split the steps")
-    cfg: int = Field(default=1, ge=1, le=2, description="1 or 2: split the guidance's two passes over ranks")
-    frames: int = Field(default=1, ge=1, le=MOST_RANKS, description="split the frames over ranks, inside the UNet")
-    fsdp: bool = Field(default=False, description="shard the parameters over all ranks of a stage")
+    dp: int = _size("dp")
+    pp: int = _size("pp")
+    cfg: int = _size("cfg")
+    frames: int = _size("frames")
+    fsdp: bool = Field(default=False, description=FSDP.splits)
 
     @model_validator(mode="after")
     def _countable(self) -> Parallel:
         if self.world_size > MOST_RANKS:
-            axis = max(AXES, key=lambda axis: getattr(self, axis))
-            allowed = f"{' × '.join(AXES)} must be at most {MOST_RANKS} ranks, not {self.world_size}"
-            raise ConfigError(axis, getattr(self, axis), allowed)
+            axis, size = max(self.sizes.items(), key=lambda item: item[1])
+            allowed = f"{' × '.join(AXIS_NAMES)} must be at most {MOST_RANKS} ranks, not {self.world_size}"
+            raise ConfigError(axis, size, allowed)
         return self
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> size, outermost axis first."""
+        return {name: getattr(self, name) for name in AXIS_NAMES}
+
+    @property
+    def lockstep_sizes(self) -> dict[str, int]:
+        """`sizes` of the lockstep axes alone."""
+        return {name: getattr(self, name) for name in LOCKSTEP_NAMES}
+
+    @property
     def lockstep(self) -> int:
-        """Ranks that compute a step together."""
-        return self.cfg * self.frames
+        """Number of ranks in a lockstep group."""
+        return math.prod(self.lockstep_sizes.values())
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.pp * self.lockstep
+        """Number of ranks."""
+        return math.prod(self.sizes.values())
 
     @property
     def shards(self) -> int:
-        """Into how many parts the parameters are cut; 1 where every rank holds them whole."""
+        """Number of parts the parameters are cut into; 1 where every rank holds them whole."""
         return self.dp * self.lockstep if self.fsdp else 1
 
     def place(self, rank: int) -> Place:
-        others, member = divmod(rank, self.lockstep)
-        return Place(*divmod(others, self.pp), member)
+        """The place of a rank."""
+        outer, member = divmod(rank, self.lockstep)
+        return Place(*divmod(outer, self.pp), member)
 
     def rank(self, replica: int, stage: int, member: int = 0) -> int:
         """The rank at a place."""
         return (replica * self.pp + stage) * self.lockstep + member
 
-    def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of this layout, outermost axis first; its groups have the default group's time limit.
+    def coordinates(self, member: int) -> dict[str, int]:
+        """Lockstep axis -> the index of a group's member along it."""
+        sizes, found = self.lockstep_sizes, {}
+        for name in reversed(sizes):
+            member, found[name] = divmod(member, sizes[name])
+        return {name: found[name] for name in sizes}
 
-        Needs an initialised process group of `world_size` ranks, all of which have to call it.
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """Build the device mesh of this layout, outermost axis first. All ranks have to call it.
+
+        Needs an initialised process group of `world_size` ranks, whose time limit the mesh's groups inherit.
         """
         from vdpp_core.parallel.process_groups import make_mesh
 
-        return make_mesh(device_type, [getattr(self, axis) for axis in AXES], AXES)
+        return make_mesh(device_type, list(self.sizes.values()), AXIS_NAMES)
 
     def __str__(self) -> str:
-        axes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1]
+        axes = [f"{name} {size}" for name, size in self.sizes.items() if size > 1]
         return " × ".join(axes + ["fsdp"] * self.fsdp) if axes else "1 rank"
-
-
-IN_FLIGHT = 2  # sends of a stage whose receiver is still busy with an earlier sample

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError, Frozen
-from vdpp_core.config.layout import AXES, Parallel
+from vdpp_core.config.layout import Parallel
 from vdpp_core.config.steps import split
 
 ASSETS = Path(__file__).parents[1] / "tiny_svd"  # what the package carries
@@ -212,10 +213,10 @@ class RunConfig(Frozen):
             raise ConfigError("world_size", ranks, "must be at least 1")
         parallel = self.parallel or Parallel(pp=ranks)
         if parallel.world_size != ranks:
-            axis = next((axis for axis in reversed(AXES) if getattr(parallel, axis) > 1), "pp")
-            product = " × ".join(str(getattr(parallel, axis)) for axis in AXES)
-            allowed = f"{' × '.join(AXES)} = {product} must be the ranks, {ranks}"
-            raise ConfigError(axis, getattr(parallel, axis), allowed)
+            sizes = parallel.sizes
+            axis = next((axis for axis in reversed(AXIS_NAMES) if sizes[axis] > 1), "pp")
+            allowed = f"{' × '.join(sizes)} = {' × '.join(map(str, sizes.values()))} must be the ranks, {ranks}"
+            raise ConfigError(axis, sizes[axis], allowed)
         return self.replace(parallel=parallel)
 
     def replace(self, **changes: Any) -> RunConfig:

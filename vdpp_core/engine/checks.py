@@ -6,24 +6,27 @@ import math
 import shutil
 from pathlib import Path
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import Execution, cores, resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.models.images import read_image
 from vdpp_core.parallel import devices
 from vdpp_core.runs import other_runs
 
 
-def before_start(config: RunConfig, local_ranks: int) -> list[str]:
+def before_start(config: RunConfig, execution: Execution) -> list[str]:
     """What is to be said before a run starts on so many ranks of this machine, about its cores and its disk."""
     found = []
-    if execution.device_type(config) == "cpu":
-        each, cores = execution.threads(config, local_ranks), execution.cores()
-        if local_ranks * each > cores:
-            found.append(f"{local_ranks} × {each} threads on {cores} cores: ranks take turns, and times say little")
-        elif others := other_runs.in_the_way(config, local_ranks):
+    if execution.device_type == "cpu":
+        ranks, available = execution.local_ranks, cores()
+        if ranks * execution.threads > available:
+            found.append(
+                f"{ranks} × {execution.threads} threads on {available} cores: ranks take turns, and times say little"
+            )
+        elif others := other_runs.in_the_way(execution):
             at_work = f"{other_runs.ranks_of_other_runs(others)} {'is' if others == 1 else 'are'} at work"
-            found.append(f"{at_work} on these {cores} cores: this one will take longer")
-    needed = config.num_samples * math.prod(config.shape) * execution.element_size(config) * config.save_latents
+            found.append(f"{at_work} on these {available} cores: this one will take longer")
+    needed = config.num_samples * math.prod(config.shape) * execution.element_size * config.save_latents
     place = (config.output_dir or Path.cwd()).absolute()
     free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
     if needed > free:
@@ -33,16 +36,18 @@ def before_start(config: RunConfig, local_ranks: int) -> list[str]:
     return found
 
 
-def check(config: RunConfig, local_ranks: int) -> None:
+def check(config: RunConfig, local_ranks: int) -> Execution:
     """Whether this machine can do the run, whose layout is known, with so many of its ranks.
 
     Raises:
         ConfigError: one line that says what cannot be and what can.
     """
-    devices.check_device(config, local_ranks)
-    devices.check_memory_options(config)
-    devices.check_dtype(config, local_ranks)
-    checkpoint.check_guidance(config)
-    checkpoint.check_model(config)
+    execution = resolve(config, local_ranks)
+    devices.check_device(config, execution)
+    devices.check_memory_options(config, execution)
+    devices.check_dtype(config, execution)
+    checkpoint.check_guidance(config, execution)
+    checkpoint.check_model(config, execution)
     if config.image_path is not None:
         read_image(config.image_path, config.image_size)
+    return execution

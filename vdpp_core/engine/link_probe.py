@@ -14,7 +14,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from vdpp_core.config import RunConfig
+from vdpp_core.config import Parallel, RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.parallel.world import World, joined
 
@@ -41,8 +42,8 @@ def one_way_s(world: World, size: int) -> float:
 
 
 def main(device: str = "auto") -> None:
-    config = RunConfig(model="dummy", device=device, threads=1).for_ranks(2)
-    with joined(config, Ranks.from_environment(), "probe") as world:
+    execution, ranks = resolve(RunConfig(device=device, threads=1), local_ranks=2), Ranks.from_environment()
+    with joined(Parallel(pp=2), execution, ranks, "probe") as world:
         for _ in range(20):
             one_way_s(world, SIZES[0])  # the connection and the cores wake up
         seconds = {size: one_way_s(world, size) for size in SIZES}

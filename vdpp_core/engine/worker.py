@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vdpp_core import models
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.engine import checks, collect
 from vdpp_core.engine.limits import Device, OutOfMemoryError
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
@@ -64,14 +65,15 @@ def execute(
         predict_times: what the result predicts from the warm-up; see `results.settle`.
     """
     config = RunConfig.read(folder)
-    surroundings = Surroundings(config, ranks.local_world_size, counts=ranks.local_rank == 0)
+    execution = resolve(config, ranks.local_world_size)
+    surroundings = Surroundings(execution, counts=ranks.local_rank == 0)
     with (
         EventLog(folder, ranks.rank) as log,
         Guard(folder, log, surroundings, ranks.under_torchrun) if guarded else nullcontext(),
     ):
         try:
-            with joined(config, ranks, folder.name) as world:
-                _Rank(config, folder, ranks, world, log, surroundings).work()
+            with joined(config.layout, execution, ranks, folder.name) as world:
+                _Rank(config, execution, folder, ranks, world, log, surroundings).work()
                 world.barrier()
                 collect.finish(config, folder, ranks, log, predict_times)
         except BaseException as error:
@@ -93,16 +95,23 @@ class _Rank:
     """One rank's part of a run, in the order in which it happens."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, ranks: Ranks, world: World, log: EventLog, surroundings: Surroundings
+        self,
+        config: RunConfig,
+        execution: Execution,
+        folder: Path,
+        ranks: Ranks,
+        world: World,
+        log: EventLog,
+        surroundings: Surroundings,
     ) -> None:
-        self.config, self.folder, self.ranks, self.world, self.log = config, folder, ranks, world, log
+        self.config, self.execution, self.dtype = config, execution, execution.dtype
+        self.folder, self.ranks, self.world, self.log = folder, ranks, world, log
         self.surroundings = surroundings
         self.steps, self.todo = config.stages()[world.place.stage], resuming.work(folder, config)
         self.samples = config.samples(world.place.replica, self.todo.latents)
         self.padding = config.padding(world.place.replica, self.todo.latents)
         self.busy = bool(self.samples or self.padding)
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
-        self.dtype = execution.dtype(config)
         self.stopwatch, self.meter = Stopwatch(world.device), MemoryMeter(world.device)
         self.phase = "loading"
         self.unet: nn.Module | None = None
@@ -119,9 +128,9 @@ class _Rank:
             "created": processes.created_s(os.getpid()),
             "host": socket.gethostname(),
             "device": str(self.world.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.execution.dtype_name,
             "backend": dist.get_backend(),
-            "threads": self.world.threads,
+            "threads": self.execution.threads,
             "steps": [self.steps.start, self.steps.stop],
         }
 
@@ -209,13 +218,13 @@ class _Rank:
 
         Now that all is loaded: a hub model's revision is known, and no file is replaced between here and there.
         """
-        config, folder, threads = self.config, self.folder, self.world.threads
+        config, folder, execution = self.config, self.folder, self.execution
         told = agree(
-            self.ranks, lambda: origin.begin(folder, config, threads).model_dump_json(), f"origin of {folder.name}"
+            self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), f"origin of {folder.name}"
         )
         record = origin.Origin.model_validate_json(told)
         if self.ranks.local_rank == 0 and self.ranks.rank > 0:
-            origin.follow(folder, config, threads, record)
+            origin.follow(folder, config, execution, record)
         return record.digest
 
     def _warm_up(self) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, in_one_line, redacted
+from vdpp_core.config.execution import Execution
 from vdpp_core.config.run import MODELS
 
 WEIGHTS = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
@@ -29,24 +30,24 @@ def weights_in_cache(repository: str = str(MODELS["svd"])) -> bool:
     return any(isinstance(hub.try_to_load_from_cache(repository, name), str) for name in WEIGHTS)
 
 
-def check_guidance(config: RunConfig) -> None:
+def check_guidance(config: RunConfig, execution: Execution) -> None:
     """Whether the official pipeline guides with these scales; ConfigError if not.
 
     It asks twice whether to: by the last frame's scale, and by the largest of all frames in the type of the latents.
     Where the answers differ it fails.
     """
     first, last, frames = config.min_guidance_scale, config.guidance_scale, config.shape[2]
-    if last <= 1 or torch.linspace(first, last, frames).to(execution.dtype(config)).max() > 1:
+    if last <= 1 or torch.linspace(first, last, frames).to(execution.dtype).max() > 1:
         return
     fails = "and the official pipeline then fails"
     if frames == 1:
         allowed = f"is all the guidance of a single frame, {fails}: must be above 1, or guidance_scale 1"
         raise ConfigError("min_guidance_scale", first, allowed)
-    kind = str(execution.dtype(config)).removeprefix("torch.")
-    raise ConfigError("guidance_scale", last, f"is 1 in {kind}, {fails}: must be 1, or farther above it")
+    allowed = f"is 1 in {execution.dtype_name}, {fails}: must be 1, or farther above it"
+    raise ConfigError("guidance_scale", last, allowed)
 
 
-def check_model(config: RunConfig) -> None:
+def check_model(config: RunConfig, execution: Execution) -> None:
     """Whether the files that a run needs of its model are there and fit together; ConfigError if not."""
     if config.source is None:
         return
@@ -81,7 +82,7 @@ def check_model(config: RunConfig) -> None:
         if name == "model_index.json":
             _check_parts(config, argument, told)
     if on_disk and config.model_id is not None:
-        _check_unet(config)
+        _check_unet(config, execution.dtype)
 
 
 def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> None:
@@ -99,17 +100,17 @@ def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> Non
             raise ConfigError(argument, config.source, allowed)
 
 
-def _check_unet(config: RunConfig) -> None:
+def _check_unet(config: RunConfig, dtype: torch.dtype) -> None:
     from vdpp_core.models import on_meta, weights  # seconds that the models of the package do not need
     from vdpp_core.models.svd import weights_folder
 
     try:
-        structure = on_meta(config, execution.dtype(config))
+        structure = on_meta(config, dtype)
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
         words = in_one_line(str(error))[:120]
         raise ConfigError("model_id", config.source, f"must describe a UNet in unet/config.json ({words})") from None
     if not config.random_weights:
-        weights.check(weights_folder(config, execution.dtype(config)), execution.dtype(config), structure)
+        weights.check(weights_folder(config, dtype), dtype, structure)
 
 
 def _settings_needed(config: RunConfig) -> dict[str, str | None]:

@@ -9,31 +9,32 @@ import sys
 import psutil
 import torch
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import Execution
 
 AMPERE = (8, 0)  # the first compute capability with arithmetic in bf16
 
 
-def capacity(config: RunConfig, local_ranks: int) -> int:
+def capacity(config: RunConfig, execution: Execution) -> int:
     """Bytes that each of so many ranks on this machine may use: its limit, the smallest of their GPUs, what Metal
     recommends as the most, or its share of free memory."""
     if config.memory_limit_gib is not None:
         return int(config.memory_limit_gib * GIB)
-    if execution.device_type(config) == "cuda":
-        return min(torch.cuda.get_device_properties(card).total_memory for card in execution.cards(config, local_ranks))
-    if execution.device_type(config) == "mps":
+    if execution.device_type == "cuda":
+        return min(torch.cuda.get_device_properties(card).total_memory for card in execution.cards)
+    if execution.device_type == "mps":
         return torch.mps.recommended_max_memory()
-    return psutil.virtual_memory().available // local_ranks
+    return psutil.virtual_memory().available // execution.local_ranks
 
 
-def check_device(config: RunConfig, local_ranks: int) -> None:
-    kind = execution.device_type(config)
+def check_device(config: RunConfig, execution: Execution) -> None:
+    kind, local_ranks = execution.device_type, execution.local_ranks
     if kind == "cuda":
         gpus = torch.cuda.device_count()
         if not gpus:
             raise ConfigError("device", config.device, "no CUDA device here: use cpu or auto")
-        if ":" in config.device and execution.cards(config, local_ranks)[0] >= gpus:
+        if ":" in config.device and execution.cards[0] >= gpus:
             raise ConfigError("device", config.device, f"must be below cuda:{gpus}, this machine has {gpus}")
         if local_ranks > gpus:
             raise ConfigError("world_size", local_ranks, f"must be at most the GPUs of this machine, {gpus}")
@@ -50,25 +51,24 @@ def check_device(config: RunConfig, local_ranks: int) -> None:
         raise ConfigError("backend", "nccl", f"needs CUDA devices; on {kind} use gloo or auto")
 
 
-def check_memory_options(config: RunConfig) -> None:
-    kind = execution.device_type(config)
+def check_memory_options(config: RunConfig, execution: Execution) -> None:
+    kind = execution.device_type
     if config.memory_limit_gib is not None and not can_limit(kind):
         raise ConfigError("memory_limit_gib", config.memory_limit_gib, f"needs CUDA, or a CPU under Linux; not {kind}")
     if config.fsdp_cpu_offload and kind != "cuda":
         raise ConfigError("fsdp_cpu_offload", True, f"needs CUDA: on {kind} the shards are in the host's memory anyway")
 
 
-def check_dtype(config: RunConfig, local_ranks: int) -> None:
-    kind = execution.device_type(config)
-    if kind == "cuda" and execution.dtype(config) == torch.bfloat16:
-        _check_bf16(config, local_ranks)
-    elif kind == "cpu" and execution.dtype(config) != torch.float32:
-        _try_on_cpu(config)
+def check_dtype(config: RunConfig, execution: Execution) -> None:
+    if execution.device_type == "cuda" and execution.dtype == torch.bfloat16:
+        _check_bf16(config, execution.cards)
+    elif execution.device_type == "cpu" and execution.dtype != torch.float32:
+        _try_on_cpu(config, execution.dtype)
 
 
-def _check_bf16(config: RunConfig, local_ranks: int) -> None:
+def _check_bf16(config: RunConfig, cards: range) -> None:
     """PyTorch takes it on older cards, too, and computes it by emulation, where it has a kernel for it at all."""
-    for card in execution.cards(config, local_ranks):
+    for card in cards:
         capability = torch.cuda.get_device_capability(card)
         if capability < AMPERE:
             known = f"{torch.cuda.get_device_name(card)}, compute capability {'.'.join(map(str, capability))}"
@@ -76,11 +76,11 @@ def _check_bf16(config: RunConfig, local_ranks: int) -> None:
 
 
 @torch.no_grad()
-def _try_on_cpu(config: RunConfig) -> None:
+def _try_on_cpu(config: RunConfig, dtype: torch.dtype) -> None:
     """Tries the kinds of operation that the UNet is made of; on a CPU some builds lack them in half precision."""
     try:
-        values = torch.ones(1, 4, 2, 4, 4, dtype=execution.dtype(config))
-        values = torch.nn.functional.conv3d(values, torch.ones(4, 4, 3, 1, 1, dtype=values.dtype), padding=(1, 0, 0))
+        values = torch.ones(1, 4, 2, 4, 4, dtype=dtype)
+        values = torch.nn.functional.conv3d(values, torch.ones(4, 4, 3, 1, 1, dtype=dtype), padding=(1, 0, 0))
         values = torch.nn.functional.group_norm(values, 2).flatten(2)
         torch.nn.functional.scaled_dot_product_attention(values, values, values)
     except RuntimeError as error:

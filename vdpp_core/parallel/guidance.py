@@ -36,6 +36,6 @@ def split(unet: nn.Module, group: Group, patches: Patches) -> None:
         prediction = compute(sample[own], timestep, encoder_hidden_states[own], added_time_ids[own], return_dict=False)[
             0
         ]
-        return as_asked(group.all_gather(prediction, "", "prediction").flatten(0, 1), return_dict)
+        return as_asked(group.all_gather(prediction, "", "guidance").flatten(0, 1), return_dict)
 
     patches.forward(unet, forward)

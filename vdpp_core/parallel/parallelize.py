@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vdpp_core.config.layout import AXES
+from vdpp_core.config.axes import AXIS_NAMES, LOCKSTEP_NAMES
 from vdpp_core.models.patches import Patches
 from vdpp_core.parallel import frames, guidance
 from vdpp_core.parallel.fsdp import shard
@@ -17,6 +17,7 @@ from vdpp_core.parallel.group import Collectives, Group
 from vdpp_core.parallel.process_groups import merged
 
 APPLIED = "_parallelized"
+SPLITTERS = {"cfg": guidance.split, "frames": frames.split}  # lockstep axis -> how it splits a forward pass
 
 
 @dataclass
@@ -47,15 +48,15 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
     """
     from diffusers import UNetSpatioTemporalConditionModel
 
-    if mesh.mesh_dim_names != AXES:
-        raise ValueError(f"mesh {mesh.mesh_dim_names}: must be of Parallel.mesh, with the axes {', '.join(AXES)}")
+    if mesh.mesh_dim_names != AXIS_NAMES:
+        raise ValueError(f"mesh {mesh.mesh_dim_names}: must be of Parallel.mesh, with the axes {', '.join(AXIS_NAMES)}")
     if hasattr(unet, APPLIED):
         raise ValueError(f"unet {type(unet).__name__}: is parallelized already, restore comes first")
-    groups = {axis: Collectives(mesh.get_group(axis)) for axis in ("cfg", "frames") if mesh[axis].size() > 1}
+    groups = {axis: Collectives(mesh.get_group(axis)) for axis in LOCKSTEP_NAMES if mesh[axis].size() > 1}
     if "frames" in groups and not isinstance(unet, UNetSpatioTemporalConditionModel):
         raise ValueError(f"unet {type(unet).__name__}: must be a UNetSpatioTemporalConditionModel to split by frames")
     if fsdp:
-        shard(unet, merged(mesh, "dp", "cfg", "frames"))
+        shard(unet, merged(mesh, "dp", *LOCKSTEP_NAMES))
     setattr(unet, APPLIED, Applied(split_forward(unet, groups), groups))
     return unet
 
@@ -78,10 +79,9 @@ def sent(unet: Any) -> Counter[tuple[str, str, str]]:
 
 
 def split_forward(unet: Any, groups: Mapping[str, Group]) -> Patches:
-    """Split a UNet's forward pass, in place, over the groups that there are of the axes cfg and frames."""
+    """Split a UNet's forward pass in place over the groups of its lockstep axes, innermost axis first."""
     patches = Patches()
-    if "frames" in groups:
-        frames.split(unet, groups["frames"], patches)
-    if "cfg" in groups:
-        guidance.split(unet, groups["cfg"], patches)
+    for axis in reversed(LOCKSTEP_NAMES):
+        if axis in groups:
+            SPLITTERS[axis](unet, groups[axis], patches)
     return patches

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vdpp_core.config import RunConfig, execution
-from vdpp_core.config.layout import Place
+from vdpp_core.config.axes import LOCKSTEP_NAMES
+from vdpp_core.config.execution import Execution
+from vdpp_core.config.layout import Parallel, Place
 from vdpp_core.parallel import rendezvous
 from vdpp_core.parallel.devices import is_out_of_memory
 from vdpp_core.parallel.process_groups import merged
@@ -45,7 +46,6 @@ class World:
     world_size: int
     place: Place
     device: torch.device
-    threads: int
     mesh: DeviceMesh
     stages: dist.ProcessGroup
     team: dist.ProcessGroup
@@ -83,11 +83,11 @@ def communication(peer: int | str = "unknown") -> Iterator[None]:
         raise LostRankError(peer, (str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
-def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
-    """The device of this rank: the one that was asked for, or on CUDA that of its number on this machine."""
-    kind = execution.device_type(config)
-    device = torch.device(config.device if ":" in config.device else kind)
-    return torch.device("cuda", ranks.local_rank) if kind == "cuda" and device.index is None else device
+def device_of(execution: Execution, local_rank: int) -> torch.device:
+    """The device of a local rank; on CUDA one GPU each."""
+    if execution.device_type == "cuda":
+        return torch.device("cuda", execution.cards[local_rank])
+    return torch.device(execution.device_type)
 
 
 def _name_interface() -> None:
@@ -129,16 +129,18 @@ def _full_precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _settings(config: RunConfig, ranks: Ranks) -> Iterator[int]:
-    """What a run sets for its process: network interfaces, precision, threads (their number is given). All is put back
-    at the end, since one rank may run inside somebody's notebook, whose processes would inherit it."""
+def _settings(execution: Execution, ranks: Ranks) -> Iterator[None]:
+    """Set network interfaces, precision and threads for the process of a run, and restore them at the end.
+
+    A single rank may run inside a notebook, whose child processes would inherit them.
+    """
     interfaces_before = {name: os.environ.get(name) for name in _INTERFACES}
-    threads_before, threads = torch.get_num_threads(), execution.threads(config, ranks.local_world_size)
-    torch.set_num_threads(threads)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(execution.threads)
     (_name_interface if ranks.several_machines else _stay_inside)()
     try:
-        with _full_precision(execution.dtype(config)):
-            yield threads
+        with _full_precision(execution.dtype):
+            yield
     finally:
         torch.set_num_threads(threads_before)
         for variable, value in interfaces_before.items():
@@ -148,32 +150,31 @@ def _settings(config: RunConfig, ranks: Ranks) -> Iterator[int]:
 
 
 @contextmanager
-def joined(config: RunConfig, ranks: Ranks, name: str) -> Iterator[World]:
+def joined(layout: Parallel, execution: Execution, ranks: Ranks, name: str) -> Iterator[World]:
     """Join the ranks of a run and leave them at the end. One rank without torchrun makes a group of its own.
 
     No `device_id` for the group: NCCL would then open one communicator for all of a rank's messages, where a latent to
     the next stage waits behind the receive that is posted ahead.
     """
-    device = device_of(config, ranks)
+    device = device_of(execution, ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.PrefixStore(name, _store(ranks))
     try:
-        with _settings(config, ranks) as threads:
+        with _settings(execution, ranks):
             dist.init_process_group(
-                execution.backend(config), store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
+                execution.backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
             )
-            mesh = config.layout.mesh("cuda" if device.type == "cuda" else "cpu")
+            mesh = layout.mesh("cuda" if device.type == "cuda" else "cpu")
             yield World(
                 ranks.rank,
                 ranks.world_size,
-                config.layout.place(ranks.rank),
+                layout.place(ranks.rank),
                 device,
-                threads,
                 mesh,
                 stages=mesh.get_group("pp"),
-                team=merged(mesh, "pp", "cfg", "frames").get_group(),
-                shards=merged(mesh, "dp", "cfg", "frames") if config.layout.shards > 1 else None,
+                team=merged(mesh, "pp", *LOCKSTEP_NAMES).get_group(),
+                shards=merged(mesh, "dp", *LOCKSTEP_NAMES) if layout.shards > 1 else None,
             )
             dist.destroy_process_group()
     except BaseException:

@@ -11,25 +11,13 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from vdpp_core.config.layout import AXES, Parallel
+from vdpp_core.config.axes import AXES, AXIS_NAMES, FSDP
+from vdpp_core.config.layout import Parallel
 
-COLOURS = {
-    "dp": "#0072B2",
-    "pp": "#E69F00",
-    "cfg": "#009E73",
-    "frames": "#CC79A7",
-    "fsdp": "#5A3A1A",
-    "1 rank": "#777777",
-}
-MARKERS = {"dp": "o", "pp": "s", "cfg": "^", "frames": "D", "fsdp": "P", "1 rank": "x"}
-NAMES = {
-    "pp": "step pipeline (pp)",
-    "dp": "data parallel (dp)",
-    "cfg": "guidance (cfg)",
-    "frames": "frames",
-    "fsdp": "sharded (fsdp)",
-    "1 rank": "one rank",
-}
+ALONE = "1 rank"
+COLOURS = {axis.name: axis.colour for axis in (*AXES, FSDP)} | {ALONE: "#777777"}
+MARKERS = {axis.name: axis.marker for axis in (*AXES, FSDP)} | {ALONE: "x"}
+NAMES = {axis.name: axis.label for axis in (*AXES, FSDP)} | {ALONE: "one rank"}
 
 
 def use_theme() -> None:
@@ -41,8 +29,8 @@ def use_theme() -> None:
 def axis_of(layout: Parallel) -> str:
     """Which colour a layout has: its largest axis, of equal ones frames, cfg, pp, dp; sharding where that is dp."""
     if layout.world_size == 1:
-        return "1 rank"
-    axis = max(reversed(AXES), key=lambda axis: getattr(layout, axis))
+        return ALONE
+    axis = max(reversed(AXIS_NAMES), key=layout.sizes.__getitem__)
     return "fsdp" if layout.fsdp and axis == "dp" else axis
 
 

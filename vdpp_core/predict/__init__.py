@@ -1,1 +1,1 @@
-"""What is known before a run: memory, cost, schedule, the best layout; and the published figures."""
+"""Predictions before a run: memory, cost, schedule and the best layout; and the published figures."""

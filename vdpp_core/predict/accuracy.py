@@ -1,8 +1,8 @@
-"""Predictions beside what was measured: the published times, and the runs that are here."""
+"""Predictions beside measurements: the published times, and the runs on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -11,54 +11,27 @@ import pandas as pd
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.layout import Parallel
+from vdpp_core.config.execution import resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import published, rates
 from vdpp_core.predict.rates import Rates
 
 
 def against_published(known: Rates) -> pd.DataFrame:
-    """Predictions beside the published times of SVD that were reached, in seconds; index: experiment and row.
-
-    memory: the first sample. throughput, and pp: the average interval of a step pipeline. dp: the makespan of 14
-    samples, of an experiment that does not state its guidance; with one pass a step its times come nearest.
-    """
+    """Predictions beside the published times of SVD, in seconds; index: experiment and row, as of `published.times`."""
     found = {}
-    for name, config, number, truth, calibrated in _published_times(known):
-        foretold = rates.predict(config, known).numbers()[number]
-        found[name] = {
-            "video": _video(config),
-            "layout": str(config.layout),
-            "predicted_s": foretold,
-            "known_s": truth,
-            "error": foretold / truth - 1,
-            "calibrated on": calibrated,
+    for time in published.times():
+        predicted = rates.predict(time.config, known).numbers()[time.number]
+        found[time.name] = {
+            "video": _video(time.config),
+            "layout": str(time.config.layout),
+            "predicted_s": predicted,
+            "known_s": time.seconds,
+            "error": predicted / time.seconds - 1,
+            "calibrated on": time.row is not None
+            and time.row == (known.link.on if time.config.layout.fsdp else known.on),
         }
     return pd.DataFrame(found).T.astype({"predicted_s": float, "known_s": float, "error": float, "calibrated on": bool})
-
-
-def _published_times(known: Rates) -> Iterator[tuple[str, RunConfig, str, float, bool]]:
-    """Name, run, which of its numbers, what that was, and whether the rates are known from it."""
-    for row, facts in published.memory_rows().items():
-        if facts["first_sample_time_s"] is not None:
-            on = known.link.on if facts["mode"] == "fsdp" else known.on
-            config = published.memory_config(facts)
-            yield f"memory, row {row}", config, "first_sample_time_s", facts["first_sample_time_s"], on == row
-    experiment = published.figures()["throughput_cfg3_14x72x128"]
-    base = published.memory_config(published.memory_rows()[1]).replace(num_samples=experiment["num_samples"])
-    for facts in experiment["rows"]:
-        config = base.replace(parallel=Parallel(pp=facts["world_size"]))
-        name = f"throughput, pp {facts['world_size']}"
-        yield name, config, "avg_sample_time_s", facts["avg_sample_time_s"], False
-    experiment = published.figures()["pipeline_vs_data_parallel"]
-    samples = experiment["num_samples"]
-    base = base.replace(num_samples=samples, latent_shape=experiment["latent_shape"], guidance_scale=1.0)
-    for facts in experiment["svd_fp16"]:
-        gpus = facts["world_size"]
-        config = base.replace(parallel=Parallel(pp=gpus))
-        yield f"comparison, pp {gpus}", config, "avg_sample_time_s", facts["pipeline_avg_s"], False
-        config = base.replace(parallel=Parallel(dp=gpus))
-        yield f"comparison, dp {gpus}", config, "makespan_s", samples / facts["data_samples_per_s"], False
 
 
 def _video(config: RunConfig) -> str:
@@ -66,8 +39,11 @@ def _video(config: RunConfig) -> str:
 
 
 def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
-    """Predictions beside the makespan and the mean latency of finished runs, in seconds. Runs of another UNet, device,
-    type or number of threads than the one that the rates are known from are left out, and so are disturbed ones."""
+    """Predictions beside the makespan and mean latency of finished runs, in seconds, a row for each run.
+
+    Runs in another setting than the one the rates were measured in (model, hardware, type, threads) are left out, and
+    so are disturbed ones.
+    """
     found = []
     for folder in folders:
         try:
@@ -76,7 +52,7 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
             continue
         if rates.setting_of(config, result) != known.setting or (result.get("disturbed") and folder.name != known.on):
             continue
-        foretold = rates.predict(config, known).numbers()
+        predicted = rates.predict(config, known).numbers()
         found.append(
             {
                 "run": folder.name,
@@ -84,12 +60,12 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
                 **config.layout.model_dump(),
                 "video": _video(config),
                 "samples": config.num_samples,
-                "predicted_makespan_s": foretold["makespan_s"],
+                "predicted_makespan_s": predicted["makespan_s"],
                 "makespan_s": result["makespan_s"],
-                "error": foretold["makespan_s"] / result["makespan_s"] - 1,
-                "predicted_latency_s": fmean(foretold["latency_s"]),
+                "error": predicted["makespan_s"] / result["makespan_s"] - 1,
+                "predicted_latency_s": fmean(predicted["latency_s"]),
                 "latency_s": fmean(result["latency_s"]),
-                "latency error": fmean(foretold["latency_s"]) / fmean(result["latency_s"]) - 1,
+                "latency error": fmean(predicted["latency_s"]) / fmean(result["latency_s"]) - 1,
                 "calibrated on": folder.name == known.on,
             }
         )
@@ -97,22 +73,24 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
 
 
 def _nothing() -> pd.DataFrame:
-    """Of what can be asked of no runs as of some."""
+    """No rows, with the columns that callers use."""
     return pd.DataFrame({"run": [], "layout": [], "error": np.array([]), "calibrated on": np.array([], dtype=bool)})
 
 
 def among(folders: Sequence[Path]) -> pd.DataFrame:
-    """`against_runs` of runs that were made here. Those of a sweep, or of no sweep, of one setting and one video are
-    foretold from one plain run of them: on another day a machine may be another one. A step pipeline of many samples
-    is preferred: it has ranks that are alone for a while, so it also tells what others do to them. Disturbed runs are
-    left out."""
+    """`against_runs` for runs on this machine, each group of them predicted from one of its plain runs.
+
+    A group is the runs of one sweep (or of none), setting and video: on another day a machine may be faster or slower.
+    The run with most samples on a step pipeline is preferred, because its ranks are alone for a while and so show how
+    much busy ranks slow each other down. Disturbed runs are left out.
+    """
     groups: dict[tuple[Path, str, tuple[int, ...]], list[Path]] = {}
     for folder in folders:
         try:
             config, result = rates.finished(folder)
-            checkpoint.check_model(config)
+            checkpoint.check_model(config, resolve(config))
         except ConfigError:
-            continue  # not a run that something can be learned from
+            continue  # unfinished, damaged, or its model is gone
         if result.get("disturbed"):
             continue
         key = folder.parent, rates.setting_of(config, result), config.shape

@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator for CUDA, as far as it decides what is reserved: c10/cuda/CUDACachingAllocator.cpp."""
+"""A model of what PyTorch's CUDA caching allocator reserves. Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from dataclasses import dataclass
 
 MIB = 2**20
 GRANULE = 512  # kMinBlockSize
-SMALL = MIB  # kSmallSize: what is not larger lives in segments of SMALL_SEGMENT
+SMALL = MIB  # kSmallSize: requests up to this come from segments of SMALL_SEGMENT
 SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB  # kLargeBuffer, for what is below FROM_ITS_OWN_SIZE
+LARGE_SEGMENT = 20 * MIB  # kLargeBuffer, for requests below FROM_ITS_OWN_SIZE
 FROM_ITS_OWN_SIZE = 10 * MIB  # kMinLargeAlloc; beyond it a segment is the request rounded up to ROUND_LARGE
 ROUND_LARGE = 2 * MIB
 
 
 class FullError(Exception):
-    """A segment that cannot be had, in bytes, and what was `reserved` and `allocated` when it was asked for."""
+    """The device has no room for a segment of `request` bytes, with `reserved` and `allocated` bytes in use."""
 
     def __init__(self, request: int, reserved: int, allocated: int) -> None:
         self.request, self.reserved, self.allocated = request, reserved, allocated
-        super().__init__(f"{request} bytes asked for, {reserved} reserved, {allocated} of them allocated")
+        super().__init__(f"{request} bytes requested, {reserved} reserved, {allocated} of them allocated")
 
 
 @dataclass(eq=False)
 class Block:
-    """A stretch of a segment, with its neighbours there."""
+    """A block of a segment, linked to its neighbours."""
 
     size: int
-    order: int  # of its segment, in the order of coming
-    pool: tuple[bool, int]  # small or not, stream
+    order: int  # number of its segment, in order of creation
+    pool: tuple[bool, int]  # whether small, stream
     free: bool = False
     before: Block | None = None
     after: Block | None = None
-    place: tuple[int, int, int] = (0, 0, 0)  # in the cache: by size, segment and turn
+    place: tuple[int, int, int] = (0, 0, 0)  # sort key in the cache: size, segment, turn
 
 
 class CachingAllocator:
-    """With default settings. A segment once reserved is kept, until a request cannot be met otherwise; one stream's
-    memory is not used for another's."""
+    """The allocator with default settings and `capacity` bytes of device memory.
+
+    Segments stay reserved until a request cannot be met otherwise. Streams do not share memory.
+    """
 
     def __init__(self, capacity: float = float("inf")) -> None:
         self.capacity = capacity
@@ -49,10 +51,11 @@ class CachingAllocator:
         self.cached: defaultdict[tuple[bool, int], list[tuple[tuple[int, int, int], Block]]] = defaultdict(list)
 
     def allocate(self, size: int, stream: int = 0) -> Block:
-        """The smallest free block that is large enough, split where what is left is worth keeping; else a new segment.
+        """Allocate `size` bytes: the smallest free block that is large enough, split if the rest is worth keeping, or
+        else a new segment.
 
         Raises:
-            FullError: even giving back every wholly free segment does not make enough room.
+            FullError: there is no room, even after all free segments are released.
         """
         size = max(GRANULE, -(-size // GRANULE) * GRANULE)
         pool = size <= SMALL, stream
@@ -65,7 +68,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Back into the cache, joined with free neighbours."""
+        """Return a block to the cache, merged with its free neighbours."""
         self.allocated -= block.size
         block.free = True
         for neighbour in (block.before, block.after):
@@ -96,7 +99,7 @@ class CachingAllocator:
             whole = -(-size // ROUND_LARGE) * ROUND_LARGE
         if self.reserved + whole > self.capacity:
             before = self.reserved
-            self._give_back()
+            self._release_free()
             if self.reserved + whole > self.capacity:
                 raise FullError(whole, before, self.allocated)
         self.reserved += whole
@@ -113,7 +116,7 @@ class CachingAllocator:
             block.after, block.size = rest, size
             self._cache(rest)
 
-    def _give_back(self) -> None:
+    def _release_free(self) -> None:
         for pool, cached in self.cached.items():
             parts = [(place, block) for place, block in cached if block.before or block.after]
             self.reserved -= sum(block.size for _, block in cached) - sum(block.size for _, block in parts)

@@ -1,4 +1,4 @@
-"""What a step costs a rank, before it runs: operations and bytes, counted on the meta device."""
+"""Cost of a step on a rank before it runs: operations and bytes, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vdpp_core import models
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.parallel.fsdp_units import units
 from vdpp_core.predict import memory, trace
@@ -20,11 +21,14 @@ GROUPS_OF_NORM = 32  # in each group norm of SVD
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step (both passes of the guidance where there are two).
+    """Cost of one step of a rank, both guidance passes included.
 
-    flops: floating-point operations of the rank, a multiplication and an addition counted as two.
-    sent: kind -> bytes that the rank sends to others of its lockstep group, in so many exchanges.
-    gathered: bytes of parameters that come from other ranks with FSDP, in so many gathers.
+    Attributes:
+        flops: floating-point operations; a multiplication and an addition count as two.
+        sent: kind -> bytes that the rank sends within its lockstep group.
+        exchanges: the number of collectives and messages that carry them.
+        gathered: bytes of parameters that FSDP gathers from other ranks (Zhao et al. 2023, "PyTorch FSDP").
+        gathers: the number of all-gathers that carry them.
     """
 
     flops: int
@@ -35,21 +39,19 @@ class Cost:
 
 
 def cost(config: RunConfig, member: int | None = None) -> Cost:
-    """The cost of a step for number `member` of a lockstep group; a second or two for the published UNet.
+    """Cost of a step for one member of a lockstep group; a second or two for the published UNet.
 
-    By default the most that any of them has: number 0's share of the work, and edges for two neighbours where there are
-    that many.
-
-    Passes of the guidance one after the other cost what they cost at once, but for meeting twice.
+    By default the largest cost of any member: the first one's share of the work, and halos for two neighbours where
+    the frames are split that far. Sequential guidance passes cost as much as batched ones, with twice the exchanges.
 
     Raises:
-        ConfigError: a video too large for the meta device.
+        ConfigError: the video is too large for the meta device.
     """
     alike = memory.alike(
         config.replace(num_samples=1, guidance_mode="batched", forward_chunking=False, enable_memory_opt=False)
     )
     with memory.countable(config):
-        flops, counted, exchanges = _counted(alike, execution.dtype(config), member or 0)
+        flops, counted, exchanges = _counted(alike, resolve(config).dtype, member or 0)
     sent = dict(counted)
     if member is None and (config.parallel or Parallel()).frames > 2:
         sent["halo"] *= 2
@@ -57,26 +59,29 @@ def cost(config: RunConfig, member: int | None = None) -> Cost:
 
 
 def passes(config: RunConfig) -> int:
-    """Forward passes of a step, one after the other."""
+    """Forward passes that a rank runs one after the other in a step."""
     return 2 if config.sequential and config.guidance_scale > 1 else 1
 
 
 def gathering(config: RunConfig) -> tuple[int, int]:
-    """Bytes of parameters that a rank gathers in a step with FSDP, and in how many parts."""
+    """Bytes of parameters that a rank gathers in a step with FSDP, and the number of all-gathers.
+
+    (N−1)/N of the parameters per pass (ZeRO stage 3, Rajbhandari et al. 2020).
+    """
     shards = (config.parallel or Parallel()).shards
     if shards == 1:
         return 0, 0
-    whole, pieces = _units(config.model, config.model_id, execution.dtype(config))
+    whole, pieces = _units(config.model, config.model_id, resolve(config).dtype)
     return passes(config) * whole * (shards - 1) // shards, passes(config) * pieces
 
 
 def parameters(config: RunConfig) -> int:
     """Bytes of the UNet's parameters."""
-    return _units(config.model, config.model_id, execution.dtype(config))[0]
+    return _units(config.model, config.model_id, resolve(config).dtype)[0]
 
 
 def sent_by_all(config: RunConfig) -> dict[str, int]:
-    """kind -> bytes that all ranks of a lockstep group send in a step, counted from the collectives one by one."""
+    """kind -> bytes that all ranks of a lockstep group together send in a step, counted collective by collective."""
     total: Counter[str] = Counter()
     for member in range((config.parallel or Parallel()).lockstep):
         total.update(cost(config, member).sent)
@@ -84,16 +89,17 @@ def sent_by_all(config: RunConfig) -> dict[str, int]:
 
 
 def formula(config: RunConfig) -> dict[str, float]:
-    """The same for the frames axis by formula: N ranks, F frames, X the bytes of a layer's hidden state.
+    """kind -> bytes as of `sent_by_all`, for the frames axis by formula: N ranks, F frames, X bytes of a hidden state.
 
-    positions: 2·X·(N-1)/N for each temporal transformer, there and back. halo: 4·X·(N-1)/F for each temporal resnet,
-    two convolutions, the first and the last frame of each rank. statistics: N·(N-1) times mean and M2, 8 bytes a group
-    and video, for two norms a resnet. prediction: N·(N-1)·⌈F/N⌉ of its frames.
+    positions: 2·X·(N-1)/N per temporal transformer, an all-to-all there and back (Jacobs et al. 2023, "DeepSpeed
+    Ulysses"). halo: 4·X·(N-1)/F per temporal resnet, whose two convolutions exchange the edge frames of each rank.
+    statistics: N·(N-1) times mean and M2, 8 bytes per group and video, for two norms per resnet (merged as by Chan,
+    Golub and LeVeque 1979). prediction: N·(N-1)·⌈F/N⌉ of its frames, an all-gather.
     """
     ranks = (config.parallel or Parallel()).frames
     batch, channels, frames, rows, columns = config.shape
     videos = batch * (2 if config.guidance_scale > 1 else 1)
-    frame = videos * execution.element_size(config)  # bytes of one value of a frame, in all videos
+    frame = videos * resolve(config).element_size  # bytes of one value of a frame, in all videos
     layers = temporal_layers(config.model, config.model_id)
     transformers, resnets = (
         sum(width * -(-rows // 2**level) * -(-columns // 2**level) for level, width in layers[kind])
@@ -109,7 +115,7 @@ def formula(config: RunConfig) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=8)
 def temporal_layers(model: str, model_id: str | None) -> dict[str, list[tuple[int, int]]]:
-    """resnets, transformers -> (level, channels) of each; a level halves rows and columns of the one above."""
+    """ "resnets", "transformers" -> (level, channels) of each; each level halves the rows and columns."""
     unet = models.on_meta(_any_size(model, model_id), torch.float32)
     levels = len(unet.down_blocks)
     blocks = [*enumerate(unet.down_blocks), (levels - 1, unet.mid_block)]
@@ -127,21 +133,21 @@ def _any_size(model: str, model_id: str | None) -> RunConfig:
 
 @functools.lru_cache(maxsize=8)
 def _units(model: str, model_id: str | None, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a UNet's parameters, and in how many parts FSDP gathers them, the root's included."""
+    """Bytes of a UNet's parameters, and the number of units that FSDP gathers, the root included."""
     unet = models.on_meta(_any_size(model, model_id), dtype)
     return sum(parameter.nbytes for parameter in unet.parameters()), 1 + len(units(unet))
 
 
 @functools.lru_cache(maxsize=256)
 def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, Counter[str], int]:
-    """Operations of a step; kind -> bytes sent in it; in how many exchanges."""
+    """Operations of a step; kind -> bytes sent in it; the number of exchanges."""
     unet = models.ready(config, models.on_meta(config, dtype))
     groups = trace.rehearse(unet, config.layout, member)
     denoiser, latents = trace.before_step(config, unet, dtype)
     with trace.Remembering(), FlopCounterMode(display=False) as counter:
         denoiser.begin(0, 0).step(latents, 0)
     sent: Counter[str] = Counter()
-    for axis, group in groups.items():
+    for group in groups.values():
         for (_, kind), count in group.sent.items():
-            sent["guidance" if axis == "cfg" else kind] += count
+            sent[kind] += count
     return counter.get_total_flops(), sent, sum(group.exchanges for group in groups.values())

@@ -1,4 +1,4 @@
-"""Peak memory of a rank before anything runs, and whether a device has it. Needs no GPU, no weights, no ranks."""
+"""Peak memory of a rank before it runs, and whether it fits a device. Needs no GPU, no weights and no other ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
 from vdpp_core.parallel import devices
@@ -21,40 +22,44 @@ from vdpp_core.predict.allocator import FullError
 from vdpp_core.predict.replay import Peak, peak, play, room_needed
 from vdpp_core.runs import runfolder
 
-# What a card holds beyond PyTorch's allocator on one rank: CUDA's context, the libraries' own memory, and what is not
+# Device memory outside PyTorch's allocator on one rank: CUDA's context, the libraries' own memory, and what is not
 # modelled. NCCL's communicators come on top (vdpp_core/predict/communicators.py).
-# From the published run out of memory (reference/a5000x7.json, row 4), which this therefore cannot be tested on: of
-# 23.68 GiB 2.75 were free, so 20.93 were in use, where the allocator modelled here holds 20.23 when it comes to that
-# same request of 2.75 GiB. `make gpu-check` measures it on other cards.
+# Derived from the published run that ran out of memory (reference/a5000x7.json, row 4), which therefore cannot test it:
+# of 23.68 GiB, 2.75 were free and 20.93 in use; the allocator modelled here holds 20.23 at that same request of
+# 2.75 GiB. `make gpu-check` measures it on other cards.
 CONTEXT_GIB = 0.71
-# On a CPU: oneDNN's copies of what it computes on, in layouts that it prefers, and what libraries take when they are
-# first used. tests/benchmarks/memory.py measured 3 to 5 % above the prediction on one rank, 2 to 11 % with FSDP.
+# On a CPU: oneDNN's copies of tensors in the layouts it prefers, and what libraries allocate on first use.
+# tests/benchmarks/memory.py measured 3 to 5 % above the prediction on one rank, 2 to 11 % with FSDP.
 CPU_ALLOWANCE, CPU_CONSTANT = 1.1, 30e6
 MOST_RANKS = 8
 LARGEST_GIB = 1e6
-WIDEST_OF_SMALL = 96  # channels of tiny
+WIDEST_OF_SMALL = 96  # channels of the tiny model
 
 
 def predict(config: RunConfig) -> Peak:
-    """Peak of a rank's denoising step. About a second for the published UNet, once for each shape and mode.
+    """Peak memory of a rank's denoising step. About a second for the published UNet, once for each shape and mode.
 
-    All that PyTorch's operators allocate is counted, but not what kernels use inside (workspaces of cuDNN, oneDNN).
+    Counts everything that PyTorch's operators allocate, but no workspaces inside kernels (cuDNN, oneDNN).
+
+    Raises:
+        ConfigError: the video is too large for the meta device.
     """
     return peak(trace_of(config), _shards(config), config.fsdp_cpu_offload)
 
 
 def record(folder: Path) -> None:
-    """Write the predicted peak memory of a run's rank into its folder, unless it is there.
+    """Write the predicted peak memory of a run's rank into its folder, unless it is there already.
 
     Raises:
-        ConfigError: config.json, or the model that it names, cannot be read.
+        ConfigError: config.json or the model that it names cannot be read.
     """
     if runfolder.read_prediction(folder) is None:
         runfolder.write_prediction(folder, predict(RunConfig.read(folder)).in_gb())
 
 
 def predict_decoding(config: RunConfig) -> Peak | None:
-    """Peak of decoding a sample in chunks of `decode_chunk_size` frames, the UNet freed; None without a VAE."""
+    """Peak memory of decoding a sample in chunks of `decode_chunk_size` frames after the UNet is freed; None without a
+    VAE."""
     if config.model in ("dummy", "medium") and config.model_id is None:
         return None
     if config.model_id is not None and Path(config.model_id).is_dir() and not (Path(config.model_id) / "vae").is_dir():
@@ -64,19 +69,19 @@ def predict_decoding(config: RunConfig) -> Peak | None:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a rank finds room, allowances counted; if it does not, on a GPU, the bytes of the request that failed."""
+    """Whether a rank fits with all allowances; if not, on a GPU, the size of the request that fails, in bytes."""
 
     fits: bool
     request: int | None = None
 
 
 def fit(config: RunConfig, capacity: float) -> Fit:
-    """A rank on a device of so many bytes: its steps, and where videos are made, their decoding.
+    """Whether a rank fits a device of `capacity` bytes: its steps and, where videos are made, their decoding.
 
-    A GPU: the caching allocator's decisions one by one, fragmentation included, in what `outside` leaves of it.
-    A CPU: the peak times CPU_ALLOWANCE, and CPU_CONSTANT.
+    On a GPU, the caching allocator's decisions are replayed one by one, fragmentation included, in what `outside`
+    leaves. On a CPU, the peak times CPU_ALLOWANCE plus CPU_CONSTANT must fit.
     """
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return Fit(needed(config) <= capacity)
     try:
         for phase in _phases(config):
@@ -87,42 +92,42 @@ def fit(config: RunConfig, capacity: float) -> Fit:
 
 
 def needed(config: RunConfig) -> int:
-    """The smallest device in which `fit` finds room, in bytes."""
-    if execution.device_type(config) == "cpu":
+    """The smallest device that a rank fits, in bytes, as by `fit`."""
+    if resolve(config).device_type == "cpu":
         return int(max(peak(*phase).total for phase in _phases(config)) * CPU_ALLOWANCE + CPU_CONSTANT)
     return max(room_needed(*phase) for phase in _phases(config)) + outside(config)
 
 
 def outside(config: RunConfig) -> int:
-    """Bytes of a GPU that the rank with most communicators takes outside PyTorch's allocator; 0 on a CPU."""
-    if execution.device_type(config) == "cpu":
+    """Bytes that the rank with most communicators uses on a GPU outside PyTorch's allocator; 0 on a CPU."""
+    if resolve(config).device_type == "cpu":
         return 0
     gib_each, _ = communicators.gib_each()
     return int((CONTEXT_GIB + communicators.most(config) * gib_each) * GIB)
 
 
 def outside_a_limit(config: RunConfig) -> int:
-    """Bytes by which the device that a run's memory limit plays is larger than it: on CUDA it is the allocator's."""
+    """Bytes of the emulated device beyond a run's memory limit, which on CUDA limits PyTorch's allocator only."""
     limited = config.memory_limit_gib is not None
-    return outside(config) if limited and execution.device_type(config) == "cuda" else 0
+    return outside(config) if limited and resolve(config).device_type == "cuda" else 0
 
 
 def device_gib(config: RunConfig, capacity_gib: float | None) -> float | None:
-    """Of a rank's device in GiB, if it was said: by itself, or as the limit that the run would be given."""
+    """Memory of a rank's device in GiB: as given, or else as the run's memory limit implies; None without either."""
     if capacity_gib is None and config.memory_limit_gib is not None:
         return config.memory_limit_gib + outside_a_limit(config) / GIB
     return capacity_gib
 
 
 def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
-    """What `python -m vdpp_core memory` prints. GB are 1e9 bytes.
+    """What `python -m vdpp_core memory` prints: parts and peak in GB (1e9 bytes), what fits in GiB, and remedies.
 
     Raises:
-        ConfigError: the capacity is not positive, or less than the parameters take.
+        ConfigError: the capacity is not positive, or below the parameters of a rank.
     """
     if capacity_gib is not None:
         check_capacity(capacity_gib)
-    checkpoint.check_model(config)
+    checkpoint.check_model(config, resolve(config))
     expected, decoding = predict(config), predict_decoding(config)
     opened, (gib_each, known) = communicators.most(config), communicators.gib_each()
     facts: dict[str, Any] = {
@@ -139,7 +144,7 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     if capacity_gib is None:
         return facts
     if expected.parameters > capacity_gib * GIB:
-        allowed = f"must be above what the parameters take on a rank, {expected.parameters / GIB:.3f} GiB"
+        allowed = f"must be above the parameters of a rank, {expected.parameters / GIB:.3f} GiB"
         raise ConfigError("capacity_gib", capacity_gib, allowed)
     capacity = capacity_gib * GIB
     found = fit(config, capacity)
@@ -154,13 +159,17 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
 
 
 def check_capacity(capacity_gib: float) -> None:
-    """ConfigError if that is no size of a device."""
+    """Check the memory of a device in GiB.
+
+    Raises:
+        ConfigError: it is not positive, or larger than any device.
+    """
     if not isinstance(capacity_gib, Real) or not 0 < capacity_gib <= LARGEST_GIB:
         raise ConfigError("capacity_gib", capacity_gib, f"must be finite and above 0, at most {LARGEST_GIB:g}")
 
 
 def _chunk_that_fits(config: RunConfig, capacity: float) -> int | None:
-    """The largest decode_chunk_size, halved as often as need be, with which the decoding fits; None if none does."""
+    """The largest decode_chunk_size that fits, found by halving; None if not even 1 does."""
     size, allowed = config.decode_chunk_size, _allowed_for_decoding(config, capacity)
     while size >= 1 and peak(_decoding(config.replace(decode_chunk_size=size))).total > allowed:
         size //= 2
@@ -168,13 +177,13 @@ def _chunk_that_fits(config: RunConfig, capacity: float) -> int | None:
 
 
 def _allowed_for_decoding(config: RunConfig, capacity: float) -> float:
-    if execution.device_type(config) == "cpu":
+    if resolve(config).device_type == "cpu":
         return (capacity - CPU_CONSTANT) / CPU_ALLOWANCE
     return capacity - outside(config)
 
 
 def remedies(config: RunConfig, capacity: float) -> list[str]:
-    """Changes, each of which alone would make a run fit; with FSDP the least number of ranks."""
+    """Flags or sizes, each of which alone would make a run fit `capacity` bytes; with FSDP the fewest ranks."""
     modes: dict[str, dict[str, Any]] = {}
     if not config.sequential and config.guidance_scale > 1:
         modes["--guidance-mode sequential"] = {"guidance_mode": "sequential"}
@@ -196,7 +205,7 @@ def remedies(config: RunConfig, capacity: float) -> list[str]:
 
 
 def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
-    """Each rank one of the guidance's passes, or a share of the frames: of those the fewest ranks that will do."""
+    """CFG parallel, or the fewest ranks that the frames must be split over."""
     layout, frames = config.parallel or Parallel(), config.shape[2]
     if config.model == "dummy" or layout.lockstep > 1:
         return []
@@ -225,14 +234,14 @@ def _with_fsdp(config: RunConfig, capacity: float, words: str) -> list[str]:
     own = config.parallel or Parallel()
     fewest = own.dp + 1 if own.fsdp else 1 if own.lockstep > 1 else 2
     for replicas in range(fewest, MOST_RANKS // own.lockstep + 1):
-        layout = Parallel(dp=replicas, pp=own.pp, cfg=own.cfg, frames=own.frames, fsdp=True)
+        layout = Parallel(**(own.model_dump() | {"dp": replicas, "fsdp": True}))
         if fit(config.replace(parallel=layout), capacity).fits:
             return [f"{words}--fsdp on {layout.world_size} ranks"]
     return []
 
 
 def _frames_that_fit(config: RunConfig, capacity: float) -> int | None:
-    """Activations grow with the frames: by two points of that line, then checked."""
+    """Activations grow linearly with the frames: interpolate between two counts, then check."""
     batch, channels, frames, rows, columns = config.shape
 
     def of(count: int) -> RunConfig:
@@ -251,7 +260,7 @@ def _shards(config: RunConfig) -> int:
 
 
 def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
-    """What a rank does one after the other: trace, shards, whether they are offloaded."""
+    """The phases of a rank: trace, shards, whether the shards are offloaded."""
     phases = [(trace_of(config), _shards(config), config.fsdp_cpu_offload)]
     if config.command == "generate":
         phases.append((_decoding(config), 1, False))
@@ -260,20 +269,22 @@ def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
 
 def _decoding(config: RunConfig) -> trace.Trace:
     with countable(config):
-        return trace.decoding(
-            alike(config).replace(decode_chunk_size=config.decode_chunk_size), execution.dtype(config)
-        )
+        return trace.decoding(alike(config).replace(decode_chunk_size=config.decode_chunk_size), resolve(config).dtype)
 
 
 def trace_of(config: RunConfig) -> trace.Trace:
-    """What a rank allocates in a step. ConfigError: a video too large for the meta device."""
+    """Allocations of a rank in a step.
+
+    Raises:
+        ConfigError: the video is too large for the meta device.
+    """
     with countable(config):
-        return trace.step(alike(config), execution.dtype(config))
+        return trace.step(alike(config), resolve(config).dtype)
 
 
 @contextmanager
 def countable(config: RunConfig) -> Iterator[None]:
-    """What fails in here, on the meta device, has more bytes than PyTorch can number; that is one ConfigError."""
+    """Turn a RuntimeError of the meta device into a ConfigError: the video has more bytes than PyTorch can number."""
     try:
         yield
     except RuntimeError as error:
@@ -281,45 +292,47 @@ def countable(config: RunConfig) -> Iterator[None]:
 
 
 def alike(config: RunConfig) -> RunConfig:
-    """The same for all runs that allocate the same on a rank."""
+    """A configuration that is equal for all runs that allocate the same on a rank."""
     fields = ("model", "model_id", "guidance_scale", "min_guidance_scale", "shortcuts")
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
     layout = config.parallel or Parallel()
     samples = math.ceil(config.num_samples / (1 if config.fsdp_same_sample else layout.dp))
-    lockstep = Parallel(cfg=layout.cfg, frames=layout.frames)
+    lockstep = Parallel(**layout.lockstep_sizes)
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
         parallel=lockstep, random_weights=True, latent_shape=config.shape, num_samples=samples, **mode, **kept
     )
 
 
-def before_start(config: RunConfig, local_ranks: int) -> list[str]:
-    """What is to be said before a run starts on so many ranks of this machine.
+def before_start(config: RunConfig, execution: Execution) -> list[str]:
+    """Warnings about memory before a run starts on this machine.
 
     Raises:
-        ConfigError: its memory limit is below the parameters.
+        ConfigError: its memory limit is below the parameters of a rank.
     """
     found, layout = [], config.layout
     if layout.fsdp and layout.shards == 1:
-        found.append("fsdp with one rank a stage saves nothing: it has nobody to share the parameters with")
-    capacity, limited = devices.capacity(config, local_ranks), config.memory_limit_gib is not None
+        found.append("fsdp with one rank per stage saves no memory: no other rank shares the parameters")
+    capacity, limited = devices.capacity(config, execution), config.memory_limit_gib is not None
     if not limited and _at_most(config) + outside(config) < capacity:
         return found
     if limited and (parameters := predict(config).parameters) > capacity:
-        allowed = f"must be above what the parameters take on a rank, {parameters / GIB:.3f} GiB"
+        allowed = f"must be above the parameters of a rank, {parameters / GIB:.3f} GiB"
         raise ConfigError("memory_limit_gib", config.memory_limit_gib, allowed)
     beside = outside_a_limit(config)
     if not fit(config, capacity + beside).fits:
         found.append(
-            f"{layout}: will probably run out of memory, {(needed(config) - beside) / GIB:.2f} GiB needed on a rank, "
-            f"{capacity / GIB:.2f} GiB there; `python -m vdpp_core memory` with the same flags tells the parts"
+            f"{layout}: will probably run out of memory: a rank needs {(needed(config) - beside) / GIB:.2f} GiB "
+            f"and has {capacity / GIB:.2f} GiB; `python -m vdpp_core memory` with the same flags shows what would fit"
         )
     return found
 
 
 def _at_most(config: RunConfig) -> float:
-    """Bytes that the package's small models cannot exceed, without a trace: 0.1 GB, for the steps 40 values of fp32 a
-    channel and position of the latents, for the decoding 160 kB a position that is decoded at once."""
+    """Upper bound in bytes for the package's small models, without a trace; infinite for others.
+
+    0.1 GB, 40 fp32 values per channel and latent position for the steps, 160 kB per position decoded at once.
+    """
     if config.model_id is not None or config.model not in ("dummy", "tiny"):
         return float("inf")
     batch, _, frames, rows, columns = config.shape

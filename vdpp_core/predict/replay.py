@@ -1,4 +1,4 @@
-"""A trace played again: with parameters whole or sharded, summed up, or on an allocator of limited capacity."""
+"""Replays a trace: with whole or sharded parameters, as a sum, or on an allocator of limited capacity."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vdpp_core.predict.allocator import MIB, Block, CachingAllocator, FullError
 from vdpp_core.predict.trace import Event, Trace, Unit
 
 PARTS = ("parameters", "activations", "gathered", "latents")
-STEPS = 3  # fragmentation has settled then
+STEPS = 3  # by then fragmentation has settled
 RESOLUTION = 16 * MIB
 _APART = 10**9  # more than there are keys
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of a rank at the moment when most is allocated, by part, and the layer that was at work then."""
+    """Bytes of a rank when most is allocated, by part, and the layer that is running then."""
 
     parameters: int
     activations: int
@@ -29,20 +29,21 @@ class Peak:
 
     @property
     def total(self) -> int:
+        """Sum of all parts in bytes."""
         return self.parameters + self.activations + self.gathered + self.latents
 
     def in_gb(self) -> dict[str, float]:
-        """parameters_gb, activations_gb, gathered_gb, latents_gb and peak_gb, their sum."""
+        """parameters_gb, activations_gb, gathered_gb, latents_gb and their sum peak_gb, in 1e9 bytes."""
         parts = {f"{part}_gb": getattr(self, part) / 1e9 for part in PARTS}
         return parts | {"peak_gb": self.total / 1e9}
 
 
 def peak(trace: Trace, shards: int = 1, offload: bool = False) -> Peak:
-    """Where the sum of all that is alive is greatest.
+    """The moment of a trace when the live allocations are largest in sum.
 
     Args:
-        shards: ranks that the parameters are cut over.
-        offload: the shards are in the host's memory, and so in no sum.
+        shards: ranks that the parameters are sharded over.
+        offload: whether the shards are in host memory, and so not counted.
     """
     alive: dict[int, Event] = {}
     now: Counter[str] = Counter()
@@ -62,10 +63,12 @@ def peak(trace: Trace, shards: int = 1, offload: bool = False) -> Peak:
 
 
 def play(trace: Trace, shards: int, offload: bool, capacity: float) -> CachingAllocator:
-    """Load the parameters, then take STEPS steps. What a step leaves, its latents, lives until the next one is done.
+    """Replay loading the parameters and STEPS steps on an allocator of `capacity` bytes.
+
+    The latents that a step leaves live until the next step ends.
 
     Raises:
-        FullError: a request cannot be met in so many bytes.
+        FullError: a request cannot be met.
     """
     allocator = CachingAllocator(capacity)
     for rows, size in () if offload else trace.parameters.rows:
@@ -85,7 +88,8 @@ def play(trace: Trace, shards: int, offload: bool, capacity: float) -> CachingAl
 
 
 def room_needed(trace: Trace, shards: int, offload: bool) -> int:
-    """The smallest capacity, to RESOLUTION, in which `play` comes to its end; it takes more where there is more."""
+    """The smallest capacity in bytes, to RESOLUTION, in which `play` succeeds: by bisection, since the allocator
+    reserves more where there is more."""
     least, most = peak(trace, shards, offload).total, play(trace, shards, offload, float("inf")).peak_reserved
     while most - least > RESOLUTION:
         middle = (least + most) // 2
@@ -98,14 +102,14 @@ def room_needed(trace: Trace, shards: int, offload: bool) -> int:
 
 
 def gathering(trace: Trace, shards: int, offload: bool = False, again: bool = False) -> Iterator[Event]:
-    """The events, and where parameters are sharded those of FSDP2: the next unit's are asked for beforehand; a unit's
-    are copied out of the buffer they came in, each into a tensor; the buffer is freed when the next unit's have been
-    copied. The root's stay. Buffers belong to the stream that gathers.
+    """The events of a trace and, with sharded parameters, those that FSDP2 adds.
 
-    See torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: unshard, wait_for_unshard, reshard.
+    FSDP2 gathers the next unit in advance into a buffer of the communication stream, copies each parameter out of it,
+    and frees the buffer once the next unit has been copied. The root stays gathered. Source: PyTorch,
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (unshard, wait_for_unshard, reshard).
 
     Args:
-        again: a later step, without the prelude; the root is gathered already.
+        again: a later step, without the prelude and with the root already gathered.
     """
     events = trace.events[trace.prelude if again else 0 :]
     if shards == 1:
@@ -119,7 +123,7 @@ def gathering(trace: Trace, shards: int, offload: bool = False, again: bool = Fa
     def ask(unit: int) -> Iterator[Event]:
         if unit < len(trace.units) and unit not in arriving and unit not in whole:
             own, arriving[unit] = trace.units[unit].shard(shards), next(keys)
-            if offload:  # on its way from the host
+            if offload:  # the shard, copied from the host
                 yield Event("alloc", arriving[unit] * _APART, own, "gathered", stream=1)
             yield Event("alloc", arriving[unit], shards * own, "gathered", stream=1)
             if offload:

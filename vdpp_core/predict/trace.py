@@ -1,4 +1,4 @@
-"""What a step or a decoding allocates and frees, in order, without doing it: run on the meta device and watched."""
+"""Records what a step or a decoding allocates and frees, in order, by running it on the meta device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 MOST_REMEMBERED = 20_000  # a step of the published UNet adds some 700
-MOST_CHUNKS = 256  # what is decoded then no longer grows the peak by much
+MOST_CHUNKS = 256  # more chunks hardly raise the peak
 
 
 class Event(NamedTuple):
-    """what: alloc (of `size` bytes, part latents or activations, in a layer), free, enter or leave (a unit)."""
+    """An event of a trace.
+
+    what: "alloc" (of `size` bytes, part "latents" or "activations", in a layer), "free", or "enter" and "leave" (a
+    unit, whose number is the key).
+    """
 
     what: str
     key: int
@@ -43,21 +47,21 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together: each one's rows and bytes a row."""
+    """Parameters that FSDP gathers together: rows and bytes per row of each."""
 
     name: str
     rows: tuple[tuple[int, int], ...]
 
     def shard(self, ranks: int) -> int:
-        """Bytes that each of so many ranks holds: ⌈rows / ranks⌉ of each parameter."""
+        """Bytes that each of `ranks` ranks holds: ⌈rows / ranks⌉ rows of each parameter."""
         return sum(-(-rows // ranks) * size for rows, size in self.rows)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a rank allocates: parameters as they are loaded, then `events`, of which the first `prelude` come only once.
+    """What a rank allocates: parameters as they are loaded, then `events`, the first `prelude` of them only once.
 
-    units: the first one is the root, what belongs to no other.
+    The first of `units` is the root: the parameters that belong to no other unit.
     """
 
     parameters: Unit
@@ -67,10 +71,12 @@ class Trace:
 
 
 class Remembering(TorchDispatchMode):
-    """What an operator gives on the meta device depends on its inputs' shapes alone. Python works that out, which is
-    most of the time of a step there; so it is done once for inputs that look the same, unless a view comes of it."""
+    """Caches the outputs of operators on the meta device, which depend on the looks of their inputs alone.
 
-    known: ClassVar[dict[Any, tuple[bool, list[Any]]]] = {}  # operator and inputs -> one tensor or several, their looks
+    PyTorch computes those looks in Python, which takes most of a step's time there. Views are not cached.
+    """
+
+    known: ClassVar[dict[Any, tuple[bool, list[Any]]]] = {}  # operator and inputs -> whether one, looks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}
@@ -98,7 +104,7 @@ def _looks(value: Any) -> Any:
 
 
 def _is_new(tensor: Tensor, inputs: list[Tensor]) -> bool:
-    """Whether a tensor fills a storage of its own, as `empty_strided` would make it."""
+    """Whether a tensor has a storage of its own, as `empty_strided` would allocate it."""
     storage = tensor.untyped_storage()
     if tensor.device != META or storage._cdata in {given.untyped_storage()._cdata for given in inputs}:
         return False
@@ -108,7 +114,7 @@ def _is_new(tensor: Tensor, inputs: list[Tensor]) -> bool:
 
 @dataclass
 class _Recorder(TorchDispatchMode):
-    """Notes when storages on the meta device come and go; those of parameters are known beforehand."""
+    """Records when storages on the meta device are allocated and freed, except those of parameters."""
 
     parameters: list[Tensor]
     events: list[Event] = field(default_factory=list)
@@ -142,7 +148,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: nn.Module, units: list[nn.Module]) -> Iterator[None]:
-        """Note which layer of the model is at work, and when units begin and end."""
+        """Record which layer of the model is running, and when units begin and end."""
         numbers = {id(module): number for number, module in enumerate(units)}
 
         def enter(name: str, module: nn.Module) -> None:
@@ -167,7 +173,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """A fused kernel returns a tensor like the query and never holds the matrix of scores, as the meta device would."""
+    """Fused attention: returns a tensor like the query and, unlike the meta device, allocates no matrix of scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -181,29 +187,33 @@ def _unit(name: str, parameters: list[Tensor]) -> Unit:
 
 
 def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
-    """Have a UNet on the meta device compute what a member of a lockstep group does; axis -> what it says there."""
-    place = dict(zip(("cfg", "frames"), divmod(member, layout.frames), strict=True))
-    groups = {axis: Group(size, place[axis]) for axis in place if (size := getattr(layout, axis)) > 1}
+    """Make a UNet on the meta device compute the share of one member of a lockstep group.
+
+    Returns:
+        axis -> the group, which counts what it would send.
+    """
+    place = layout.coordinates(member)
+    groups = {axis: Group(size, place[axis]) for axis, size in layout.lockstep_sizes.items() if size > 1}
     parallelize.split_forward(unet, groups)
     return groups
 
 
 def before_step(config: RunConfig, unet: Any, dtype: torch.dtype) -> tuple[Denoiser, Tensor]:
-    """What a step on the meta device starts from: the conditioning, in a denoiser, and latents."""
+    """What a step on the meta device starts from: a denoiser with its conditioning, and latents."""
     from vdpp_core import models
     from vdpp_core.models.conditioning import Conditioning
     from vdpp_core.models.denoising import Denoiser
 
-    told = Conditioning.empty(config, unet, max(1, len(config.samples(0))), META, dtype)
-    denoiser = Denoiser(config, unet, models.load_scheduler(config, torch.device("cpu")), told)
+    conditioning = Conditioning.empty(config, unet, max(1, len(config.samples(0))), META, dtype)
+    denoiser = Denoiser(config, unet, models.load_scheduler(config, torch.device("cpu")), conditioning)
     return denoiser, torch.empty(denoiser.latent_shape, device=META, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=64)
 def step(config: RunConfig, dtype: torch.dtype) -> Trace:
-    """One denoising step of a rank: conditioning and latents first, then the engine's own `Trajectory.step`.
+    """Trace a denoising step of a rank: conditioning and latents, then the engine's own `Trajectory.step`.
 
-    About a second for the published UNet. The run needs no weights; model svd needs no download either.
+    About a second for the published UNet. No weights are read; model svd needs no download.
     """
     from vdpp_core import models
     from vdpp_core.parallel.fsdp_units import units
@@ -217,7 +227,7 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
         prelude = len(recorder.events)
         with recorder.watching(unet, pieces):
             denoiser.begin(0, 0).step(latents, 0)
-        events = tuple(recorder.events)  # what is freed hereafter is no part of the step
+        events = tuple(recorder.events)  # what is freed later is not part of the step
     names = {id(module): name for name, module in unet.named_modules()}
     own = {id(parameter) for piece in pieces[1:] for parameter in piece.parameters()}
     root = _unit("", [parameter for parameter in unet.parameters() if id(parameter) not in own])
@@ -227,11 +237,11 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
 
 @functools.lru_cache(maxsize=64)
 def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
-    """The decoding of one sample, chunk by chunk, as in a run; of a very long one the beginning."""
+    """Trace the decoding of one sample, chunk by chunk as in a run; of a very long video, only the beginning."""
     from vdpp_core.models.decoding import decode  # takes seconds to import
     from vdpp_core.models.svd import vae_on_meta
 
-    pipeline: Any = SimpleNamespace(vae=vae_on_meta(config, dtype))  # all that decode_latents asks for
+    pipeline: Any = SimpleNamespace(vae=vae_on_meta(config, dtype))  # all that decode_latents needs
     vae = pipeline.vae
     recorder = _Recorder(list(vae.parameters()))
     batch, channels, frames, rows, columns = config.shape

@@ -14,6 +14,7 @@ from statistics import median_low
 from typing import Any
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import Execution
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.runs import other_runs
 from vdpp_core.runs.events import Event, clock_starts
@@ -31,8 +32,8 @@ class Surroundings:
     """What a rank notes while the clock runs: whether its machine slept, and one rank of each machine how many ranks of
     other runs were in the way of this one at most."""
 
-    def __init__(self, config: RunConfig, local_ranks: int, counts: bool) -> None:
-        self.config, self.local_ranks, self.counts = config, local_ranks, counts
+    def __init__(self, execution: Execution, counts: bool) -> None:
+        self.execution, self.counts = execution, counts
         self.others, self.next_count = 0, float("inf")
 
     def begin(self) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class Surroundings:
 
     def _count(self) -> None:
         if self.counts:
-            self.others = max(self.others, other_runs.in_the_way(self.config, self.local_ranks))
+            self.others = max(self.others, other_runs.in_the_way(self.execution))
             self.next_count = time.monotonic() + COUNT_EVERY_S
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from vdpp_core.config import execution
+from vdpp_core.config.execution import cores
 
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
 
@@ -22,7 +22,7 @@ def hardware() -> dict[str, Any]:
     return {
         "gpus": gpus,
         "cpu": _cpu_name(),
-        "cores": execution.cores(),
+        "cores": cores(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "platform": platform.platform(),
     }

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import Execution
 from vdpp_core.runs.files import write_atomically
 
 FILE = "origin.json"
@@ -78,7 +79,7 @@ class Origin(BaseModel):
         return hashlib.sha256(facts.encode()).hexdigest()
 
 
-def of(config: RunConfig, threads: int) -> Origin:
+def of(config: RunConfig, execution: Execution) -> Origin:
     """What samples of this configuration would be made from here and now. Reads the image and the model's files.
 
     Raises:
@@ -86,16 +87,15 @@ def of(config: RunConfig, threads: int) -> Origin:
     """
     fields = config.model_dump(mode="json")
     settings = {name: fields[name] for name in sorted(fields.keys() - WITHOUT_EFFECT - OF_VIDEOS - BY_OUTCOME)}
-    layout = config.layout
-    settings |= {"shape": list(config.shape), "backend": execution.backend(config)}
-    settings |= {"cfg": layout.cfg, "frames": layout.frames}  # of the axes those that reorder sums
+    settings |= {"shape": list(config.shape), "backend": execution.backend}
+    settings |= config.layout.lockstep_sizes  # of the axes those that reorder sums
     samples = Samples(
         settings=settings,
         image=None if config.image_path is None else _digests([config.image_path])[0],
-        model=_model(config),
-        device=execution.device_type(config),
-        dtype=str(execution.dtype(config)).removeprefix("torch."),
-        threads=threads,
+        model=_model(config, execution.dtype),
+        device=execution.device_type,
+        dtype=execution.dtype_name,
+        threads=execution.threads,
         image_path=None if config.image_path is None else str(config.image_path),
         source=config.source or config.model,
     )
@@ -119,13 +119,13 @@ def write(folder: Path, record: Origin) -> None:
     write_atomically(folder / FILE, record.model_dump_json(indent=2, exclude_unset=True) + "\n")
 
 
-def begin(folder: Path, config: RunConfig, threads: int) -> Origin:
+def begin(folder: Path, config: RunConfig, execution: Execution) -> Origin:
     """Write down what the samples of a run are made from, unless an earlier attempt did; returns what is written.
 
     Raises:
         ConfigError: it is something else by now.
     """
-    now, before = of(config, threads), read(folder)
+    now, before = of(config, execution), read(folder)
     if before is None:
         write(folder, now)
         return now
@@ -133,13 +133,13 @@ def begin(folder: Path, config: RunConfig, threads: int) -> Origin:
     return before
 
 
-def follow(folder: Path, config: RunConfig, threads: int, record: Origin) -> None:
+def follow(folder: Path, config: RunConfig, execution: Execution, record: Origin) -> None:
     """Whether another machine makes its samples from what rank 0 does, whose record it then keeps in its folder, too.
 
     Raises:
         ConfigError: it would make them from something else.
     """
-    check(record, of(config, threads), folder.name)
+    check(record, of(config, execution), folder.name)
     if read(folder) is None:
         write(folder, record)
 
@@ -204,17 +204,17 @@ def _other_model(was: Samples, now: Samples) -> str:
     return f"{name} of the model {how} since its samples were made: {_RESTORE}"
 
 
-def _model(config: RunConfig) -> dict[str, str]:
+def _model(config: RunConfig, dtype: torch.dtype) -> dict[str, str]:
     if config.source is None:
         return {"architecture": config.model}
     folder = Path(config.source).expanduser()
     if not folder.is_dir():
         return {"revision": _revision(config.source)}
-    paths = list(_read_files(folder, config))
+    paths = list(_read_files(folder, config, dtype))
     return dict(zip((path.relative_to(folder).as_posix() for path in paths), _digests(paths), strict=True))
 
 
-def _read_files(folder: Path, config: RunConfig) -> Iterable[Path]:
+def _read_files(folder: Path, config: RunConfig, dtype: torch.dtype) -> Iterable[Path]:
     """The files that a run reads of a pipeline's folder; of two variants of weights the one nearer to its type."""
     parts = ["scheduler", "unet"]
     if config.image_path is not None:
@@ -225,7 +225,7 @@ def _read_files(folder: Path, config: RunConfig) -> Iterable[Path]:
         weights = [] if config.random_weights else sorted(folder.glob(f"{part}/*.safetensors"))
         half = [path for path in weights if ".fp16" in path.name]
         full = [path for path in weights if path not in half]
-        yield from (full or half) if execution.dtype(config) == torch.float32 else (half or full)
+        yield from (full or half) if dtype == torch.float32 else (half or full)
 
 
 def _revision(repository: str) -> str:

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 
 import psutil
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import execution
+from vdpp_core.config.execution import Execution
 
 
-def in_the_way(config: RunConfig, local_ranks: int) -> int:
-    """Ranks of other runs that a run on so many ranks of this machine takes turns with: none where there are cores for
+def in_the_way(own: Execution) -> int:
+    """Ranks of other runs that a run takes turns with on this machine: none where there are cores for
     all of them, or GPUs."""
-    if execution.device_type(config) != "cpu":
+    if own.device_type != "cpu":
         return 0
     others = ranks_at_work()
-    return others if local_ranks * execution.threads(config, local_ranks) + others > execution.cores() else 0
+    return others if own.local_ranks * own.threads + others > execution.cores() else 0
 
 
 def ranks_of_other_runs(number: int) -> str:

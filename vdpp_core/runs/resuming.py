@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from vdpp_core.config import RunConfig, execution
+from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.runs import files, origin, runfolder, saved_latents
 from vdpp_core.runs.files import DamagedError
 from vdpp_core.runs.origin import Origin
@@ -210,10 +211,10 @@ def as_before(folder: Path, config: RunConfig) -> RunConfig:
     config, record = config.replace(output_dir=folder.absolute()), origin.read(folder)
     if record is None:
         return config
-    before = record.samples
-    here = execution.device_type(config), str(execution.dtype(config)).removeprefix("torch.")
-    if (before.device, before.dtype) != here:
-        allowed = f"was computed on {before.device} in {before.dtype}; here it would be {here[0]} in {here[1]}"
-        raise ConfigError("run", folder.name, f"{allowed}: other latents")
-    origin.check(record, origin.of(config, before.threads), folder.name)
-    return config.replace(threads=before.threads)
+    before, config = record.samples, config.replace(threads=record.samples.threads)
+    here = resolve(config)
+    if (before.device, before.dtype) != (here.device_type, here.dtype_name):
+        allowed = f"was computed on {before.device} in {before.dtype}; here it would be "
+        raise ConfigError("run", folder.name, f"{allowed}{here.device_type} in {here.dtype_name}: other latents")
+    origin.check(record, origin.of(config, here), folder.name)
+    return config

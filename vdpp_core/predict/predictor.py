@@ -1,0 +1,192 @@
+"""Cost and memory of a rank for any layout, before it runs: counted on the meta device, or fitted for sliders.
+
+A new video takes half a minute to count for all layouts on eight GPUs, and the planner's sliders reach 28 800 videos.
+No grid of counted videos can be prepared in the seconds that a notebook has, so the fast path is a fit to thirteen of
+them. It uses what is known of the UNet: with F frames of P positions (rows × columns of the latents), the operations of
+a pass are a sum of convolutions and linear layers (F·P), spatial attention (F·P²), temporal attention (F²·P), and the
+embeddings of time (F) and image (P). A rank of N has ⌈F/N⌉ frames, and P/N positions of all frames in temporal
+transformers. What it allocates beside parameters grows with frames, positions and simultaneous passes, as long as the
+same layer has the peak. tests/unit/test_predictor.py checks the errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vdpp_core.config import RunConfig
+from vdpp_core.config.execution import resolve
+from vdpp_core.config.layout import Parallel
+from vdpp_core.predict import costs, memory
+from vdpp_core.predict.costs import Cost
+from vdpp_core.runs.metrics import Array
+
+COUNTED = (  # frames, rows, columns, ranks that split the frames
+    *((2, 16, 24, 1), (6, 16, 24, 1), (6, 32, 48, 1), (14, 24, 40, 1), (25, 72, 128, 1)),
+    *((5, 32, 48, 3), (14, 40, 72, 4), (25, 72, 128, 7)),
+)
+TRACED = {  # whether frames are split -> guidance mode, frames, rows, columns, ranks
+    False: (("sequential", 14, 40, 72, 1), ("batched", 14, 40, 72, 1), ("sequential", 25, 96, 160, 1)),
+    True: (
+        *(("sequential", 14, 40, 72, 2), ("batched", 14, 40, 72, 4), ("batched", 25, 72, 128, 2)),
+        *(("sequential", 25, 96, 160, 7), ("batched", 25, 96, 160, 4)),
+    ),
+}
+SHARDED = 8  # ranks that the fit shards parameters over, or as many as the frames allow
+SMALLEST = 16 * 24  # positions of a frame; smaller videos are counted
+
+
+class Room(NamedTuple):
+    """Memory of a rank in bytes: the peak of its allocations, and the smallest device that has room for them."""
+
+    peak: float
+    needed: float
+
+
+class Predictor:
+    """Cost and memory of a rank for any layout, remembered once they are known.
+
+    Counting is exact and takes about two seconds for each new share of the published UNet's work. With `fitted_to`,
+    videos of that model, type and device are answered at once, from a fit that takes about ten seconds to make; what
+    the fit does not cover is still counted.
+    """
+
+    def __init__(self, fitted_to: RunConfig | None = None) -> None:
+        self.rooms: dict[tuple[RunConfig, int, bool], Room] = {}
+        has_layers = fitted_to is not None and (fitted_to.model != "dummy" or fitted_to.model_id is not None)
+        self.fit = _Fit(fitted_to) if fitted_to is not None and has_layers else None
+
+    def cost(self, config: RunConfig) -> Cost:
+        """Operations and bytes of a step, on the rank with the largest share of the work.
+
+        Raises:
+            ConfigError: the video is too large for the meta device.
+        """
+        return self.fit.cost(config) if self.fit and self.fit.covers(config) else costs.cost(config)
+
+    def room(self, config: RunConfig) -> Room:
+        """Memory of a rank in bytes. Every further sample of a replica adds its image latents, a layout its
+        communicators.
+
+        Raises:
+            ConfigError: the video is too large for the meta device.
+        """
+        room = self.fit.room(config) if self.fit and self.fit.covers(config) else self._counted(config)
+        batch, channels, _, rows, columns = config.shape
+        image_latents = batch * channels * rows * columns * resolve(config).element_size
+        more = (len(config.samples(0)) - 1) * image_latents * (2 if config.guidance_scale > 1 else 1)
+        return Room(room.peak + more, room.needed + more + memory.outside(config))
+
+    def _counted(self, config: RunConfig) -> Room:
+        one = config.replace(num_samples=1)
+        key = memory.alike(one), config.layout.shards, config.fsdp_cpu_offload
+        if key not in self.rooms:
+            self.rooms[key] = _count(one)
+        return self.rooms[key]
+
+
+def _count(config: RunConfig) -> Room:
+    return Room(memory.predict(config).total, memory.needed(config) - memory.outside(config))
+
+
+class _Fit:
+    """Formulas for one model in one type on one kind of device, fitted to COUNTED and TRACED."""
+
+    def __init__(self, base: RunConfig) -> None:
+        alone = {"parallel": Parallel(), "stage_weights": None, "fsdp_same_sample": False, "fsdp_cpu_offload": False}
+        one = base.replace(command="benchmark", num_samples=1, **alone)
+        self.family = _family(base)
+        self.parameters = costs.parameters(base)
+        layers = costs.temporal_layers(base.model, base.model_id)
+        self.exchanges = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
+        unguided = one.replace(guidance_scale=1.0)
+        flops = [costs.cost(_video(unguided, video, Parallel(frames=ranks))).flops for *video, ranks in COUNTED]
+        self.flops = _least_squares([_work(*video) for video in COUNTED], flops)
+        self.rooms = {(split, fsdp): self._fitted(one, split, fsdp) for split in TRACED for fsdp in (False, True)}
+
+    def covers(self, config: RunConfig) -> bool:
+        *_, rows, columns = config.shape
+        beyond = config.command == "generate" or config.fsdp_cpu_offload or rows * columns < SMALLEST
+        return not beyond and _family(config) == self.family
+
+    def _fitted(self, one: RunConfig, split: bool, fsdp: bool) -> tuple[Array, Array]:
+        """Coefficients of the peak and of the device needed for it, both beside a rank's own parameters."""
+        sizes, peaks, needs = [], [], []
+        for mode, *video, ranks in TRACED[split]:
+            layout = Parallel(dp=SHARDED // ranks if fsdp else 1, frames=ranks, fsdp=fsdp)
+            config = _video(one.replace(guidance_mode=mode), video, layout)
+            room, own = _count(config), self.parameters / layout.shards
+            sizes.append(_held(config))
+            peaks.append(room.peak - own)
+            needs.append(room.needed - own)
+        return _least_squares(sizes, peaks), _least_squares(sizes, needs)
+
+    def cost(self, config: RunConfig) -> Cost:
+        layout, (batch, _, frames, rows, columns) = config.layout, config.shape
+        videos = batch * (2 if config.guidance_scale > 1 and layout.cfg == 1 else 1)
+        flops = videos * self.flops @ _work(frames, rows, columns, layout.frames)
+        sent = {kind: int(videos / batch * size) for kind, size in _sent(config).items()}
+        exchanges = costs.passes(config) * self.exchanges if layout.frames > 1 else 0
+        if layout.cfg == 2:
+            sent["guidance"] = math.prod(config.shape) * resolve(config).element_size
+            exchanges += 1
+        return Cost(int(flops), sent, exchanges, *costs.gathering(config))
+
+    def room(self, config: RunConfig) -> Room:
+        """For one sample, without communicators."""
+        layout, held = config.layout, _held(config)
+        (peak, needed), own = self.rooms[layout.frames > 1, layout.shards > 1], self.parameters / layout.shards
+        return Room(own + float(peak @ held), own + float(needed @ held))
+
+
+def _family(config: RunConfig) -> tuple[Any, ...]:
+    """What must be equal for the figures of one run to say something about another."""
+    execution = resolve(config)
+    kind = config.model, config.model_id, execution.dtype, execution.device_type
+    return *kind, config.shortcuts, config.chunked
+
+
+def _video(config: RunConfig, video: Sequence[int], layout: Parallel) -> RunConfig:
+    return config.replace(latent_shape=(1, 4, *video), parallel=layout)
+
+
+def _sent(config: RunConfig) -> dict[str, float]:
+    """Bytes that the rank with most of the work, between two neighbours, sends in a pass: its part of
+    `costs.formula`."""
+    ranks, frames = config.layout.frames, config.shape[2]
+    if ranks == 1:
+        return {}
+    total = costs.formula(config.replace(guidance_scale=1.0, parallel=Parallel(frames=ranks)))
+    own = math.ceil(frames / ranks)
+    there_and_back = own * (ranks - 1) / ranks + (frames - own) / ranks
+    return {
+        "positions": total["positions"] * there_and_back / (2 * frames * (ranks - 1) / ranks),
+        "halo": total["halo"] / max(2, ranks - 1),
+        "statistics": total["statistics"] / ranks,
+        "prediction": total["prediction"] / ranks,
+    }
+
+
+def _work(frames: int, rows: int, columns: int, ranks: int) -> Array:
+    """What the operations of a pass are linear in, for the rank with most frames."""
+    positions, own = rows * columns, math.ceil(frames / ranks)
+    mine = positions / ranks
+    return np.array([own * positions, frames * mine, own * positions**2, frames**2 * mine, own, mine, 1.0])
+
+
+def _held(config: RunConfig) -> Array:
+    """What a rank's memory is linear in: positions of its frames and simultaneous passes, and of whole latents."""
+    batch, _, frames, rows, columns = config.shape
+    at_once = 2 if config.guidance_scale > 1 and config.layout.cfg == 1 and not config.sequential else 1
+    own = math.ceil(frames / config.layout.frames)
+    return batch * rows * columns * np.array([at_once * own, frames, 0.0]) + np.array([0.0, 0.0, 1.0])
+
+
+def _least_squares(sizes: Sequence[Array], values: Sequence[float]) -> Array:
+    """Coefficients that minimise the relative error, so that small and large videos count alike."""
+    weights = 1 / np.asarray(values, dtype=float)
+    scaled = np.array(sizes) * weights[:, None]
+    return np.asarray(np.linalg.lstsq(scaled, np.ones(len(sizes)), rcond=None)[0], dtype=np.float64)
