@@ -24,7 +24,6 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
-from vdpp_core.runs import runfolder
 
 PROG = "python -m launch"
 PURPOSE = "Start runs in the background, watch them, end them and report on them."
@@ -232,7 +231,7 @@ def _row(job: Job | launch.Sweep) -> dict[str, Any]:
 
 def _failure(job: Job) -> str | None:
     """Where the first rank that failed was, and why."""
-    failure = (runfolder.read_result(job.folder) or {}).get("failure")
+    failure = (job.run.result() or {}).get("failure")
     if not failure:
         return None
     where = [f"{name} {failure[name]}" for name in ("rank", "sample", "step") if failure[name] is not None]
@@ -249,7 +248,7 @@ class Tail:
 
     def __call__(self) -> None:
         job = _run(self.run)
-        most = RunConfig.read(job.folder).layout.world_size - 1
+        most = job.run.config.layout.world_size - 1
         rank = whole_number("rank", self.rank, most=most, least=0)
         written = job.tail(rank, whole_number("lines", self.lines, most=MOST_LINES))
         if written:

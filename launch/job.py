@@ -21,9 +21,11 @@ from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import checks
 from vdpp_core.plots import perfetto
 from vdpp_core.predict import memory
-from vdpp_core.runs import events, processes, results, resuming, runfolder
+from vdpp_core.runs import processes, results, resuming, runfolder
 from vdpp_core.runs.events import Follower
+from vdpp_core.runs.kinds import Start
 from vdpp_core.runs.progress import progress
+from vdpp_core.runs.run import Run
 
 if TYPE_CHECKING:
     from launch.sweep import Sweep
@@ -38,12 +40,17 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_id = folder, folder.name
 
+    @property
+    def run(self) -> Run:
+        """The run as its folder is now. A new object each time: the run may be edited and resumed meanwhile."""
+        return Run(self.folder)
+
     def __repr__(self) -> str:
         return f"Job({self.run_id!r}, {self.status()})"
 
     def status(self) -> str:
         """starting, loading, warming up, running, decoding; or the outcome: ok, oom, failed, stopped."""
-        return self.outcome() or progress(self.folder)["phase"]
+        return self.outcome() or progress(self.run)["phase"]
 
     def outcome(self) -> str | None:
         """How the run ended; None while it goes on. Cheaper than `status`."""
@@ -53,7 +60,7 @@ class Job:
     def progress(self) -> dict[str, Any]:
         """samples_finished, num_samples, share (0 … 1), seconds_left, which rank is stalled, and each rank's phase,
         sample and step."""
-        outcome, far = self.outcome(), progress(self.folder)
+        outcome, far = self.outcome(), progress(self.run)
         return {"status": outcome or far["phase"], **far, "stalled": None if outcome else far["stalled"]}
 
     def damaged(self) -> list[str]:
@@ -61,7 +68,7 @@ class Job:
         follower = Follower(self.folder)
         follower.events()
         try:
-            return follower.damaged + resuming.whole(self.folder, RunConfig.read(self.folder))[1]
+            return follower.damaged + resuming.intact(self.run)[1]
         except ConfigError as error:
             return [*follower.damaged, str(error)]
 
@@ -73,7 +80,7 @@ class Job:
         """The last lines that a rank wrote to stdout and stderr."""
         written: list[str] = []
         for stream in ("stdout", "stderr"):
-            for path in sorted(self.folder.glob(f"{runfolder.logs_of(self.folder, rank)}/{stream}.log")):
+            for path in sorted(self.folder.glob(f"{self.run.logs_of(rank)}/{stream}.log")):
                 written += path.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(written[-lines:])
 
@@ -102,11 +109,11 @@ class Job:
             end_by_name(self.folder)
         if (result := self._settled()) is not None:
             return result
-        if processes.read_launcher(self.folder) is None and not launchers(self.folder) and self._ranks():
+        if self.run.launcher() is None and not launchers(self.folder) and self._ranks():
             raise ConfigError("run", self.run_id, "was started by hand: end it there, with Ctrl-C or the kernel's stop")
         end(self.folder)
         try:
-            return settle(self.folder, reason="stopped")
+            return settle(self.run, reason="stopped")
         except ConfigError:
             return {"run_id": self.run_id, "outcome": "stopped"}
 
@@ -119,14 +126,14 @@ class Job:
         Raises:
             ConfigError: it goes on, nothing is missing, or this machine would compute other latents.
         """
-        config = RunConfig.read(self.folder)
+        config = self.run.config
         local_ranks = config.layout.world_size if nodes is None else nodes.share_of(config)
         if nodes is not None and not nodes.address[1]:
             self._join(config, nodes)
             return self
         self._check_ended()
         checks.check(config, local_ranks)
-        with resuming.by_one(self.folder):
+        with resuming.lock(self.run):
             self._check_ended()  # nobody took it up meanwhile
             deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
             while self._is_watched_over():
@@ -135,7 +142,7 @@ class Job:
                         "run", self.run_id, "is watched over: wait until its launcher, or sweep, has ended"
                     )
                 time.sleep(POLL_S)
-            for line in resuming.begin_again(self.folder, asdict(nodes) if nodes else None):
+            for line in resuming.begin(self.run, asdict(nodes) if nodes else None):
                 warnings.warn(line, stacklevel=2)
             _launch_part(self.folder, nodes)
         return self
@@ -149,16 +156,16 @@ class Job:
 
     def _is_watched_over(self) -> bool:
         """Whether a launcher may still write to the folder of a run that has ended."""
-        launcher = processes.read_launcher(self.folder)
+        launcher = self.run.launcher()
         if launcher is None or launcher["host"] == socket.gethostname():
-            return processes.launcher_alive(self.folder)
+            return self.run.launcher_alive()
         return time.time() - (self.folder / "result.json").stat().st_mtime < LEAVING_S
 
     def _join(self, config: RunConfig, nodes: Nodes) -> None:
         """Take part in a run that the machine at the endpoint takes up, as soon as it does."""
         checks.check(config, local_ranks=nodes.nproc)
-        resuming.as_before(self.folder, config)
-        deadline, taken_up = None, partial(resuming.was_taken_up, self.folder, asdict(nodes))
+        resuming.as_before(self.run)
+        deadline, taken_up = None, partial(resuming.is_resumed, self.run, asdict(nodes))
         while not taken_up():
             if self.outcome() is None and not taken_up():  # asked once more: it may have been taken up in between
                 raise self._goes_on()
@@ -187,23 +194,23 @@ class Job:
         """Write what each rank did when, for https://ui.perfetto.dev; `vdpp_core.plots.perfetto.write`."""
         return perfetto.write(self.folder, path)
 
-    def _ranks(self) -> list[events.Event]:
+    def _ranks(self) -> list[Start]:
         """The start events of ranks that live, on this machine."""
-        starts = [event for event in runfolder.read_events(self.folder) if event["kind"] == "start"]
+        starts = [event for event in self.run.events() if isinstance(event, Start)]
         return [start for start in starts if processes.is_rank(start)]
 
     def _settled(self) -> dict[str, Any] | None:
         if not self.folder.is_dir():
             failure = {"rank": None, "sample": None, "step": None, "cause": "its folder is gone"}
             return {"run_id": self.run_id, "outcome": "failed", "failure": failure}
-        result = runfolder.read_result(self.folder)
+        result = self.run.result()
         if result is None and (self.folder / "result.json").exists():  # it was there, and is damaged
-            return settle(self.folder)
-        if result is None and processes.read_launcher(self.folder) is None:  # started by hand, or about to start
-            return settle(self.folder) if results.all_ended(self.folder) else None
-        if result is None and not processes.launcher_alive(self.folder):
+            return settle(self.run)
+        if result is None and self.run.launcher() is None:  # started by hand, or about to start
+            return settle(self.run) if results.all_ended(self.run) else None
+        if result is None and not self.run.launcher_alive():
             end_ranks(self.folder)
-            result = settle(self.folder, reason="the launcher was killed")
+            result = settle(self.run, reason="the launcher was killed")
         return result
 
 

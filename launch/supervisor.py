@@ -35,10 +35,8 @@ from vdpp_core.config.errors import ConfigError, redacted
 from vdpp_core.parallel import loopback
 from vdpp_core.predict import memory
 from vdpp_core.runs import events, runfolder, stalls
-from vdpp_core.runs.events import now
 from vdpp_core.runs.files import Place
-
-LAST_WORDS_S = 5.0  # after a rank's last word, for the others to have theirs
+from vdpp_core.runs.run import Run
 
 
 class Watchdog(threading.Thread):
@@ -47,32 +45,28 @@ class Watchdog(threading.Thread):
 
     def __init__(self, folder: Path, place: Place, leave: Callable[[], None]) -> None:
         super().__init__(daemon=True)
-        self.watchdog, self.place, self.leave = stalls.Watchdog(folder), place, leave
+        self.watchdog, self.place, self.leave = stalls.Watchdog(Run(folder)), place, leave
         self.stalled: dict[int, str] = {}
         self.over = threading.Event()
 
     def run(self) -> None:
-        named = None
         while not self.over.wait(stalls.PERIOD_S):
             if self.place.is_gone():
                 self.leave()
             with contextlib.suppress(OSError, psutil.Error):  # a file or a process that has just gone
-                named = self._look(named)
+                self._look()
 
-    def _look(self, named: int | None) -> int | None:
-        """Act on what is seen; the rank that was named as stalled, if one was."""
-        events = self.watchdog.events()
-        if any(event["kind"] in ("error", "terminated") for event in events):
-            if now() - events[-1]["t"] > LAST_WORDS_S:
-                end_children()
-        elif stall := self.watchdog.look():
-            if stall.rank != named:
+    def _look(self) -> None:
+        """Act on what the policy decides."""
+        ended_badly = self.watchdog.ended_badly()
+        if ended_badly:
+            end_children()
+        elif ended_badly is None and (stall := self.watchdog.look()):
+            if self.watchdog.is_new(stall):
                 print(f"{time.strftime('%H:%M:%S')} {stall}", flush=True)
-            if stall.silent_s > stall.limit_s:
+            if stall.ends_run:
                 self.stalled = {stall.rank: stall.cause}
                 end_children()
-            return stall.rank
-        return named
 
 
 def supervise(folder: Path, others: Others | None = None) -> None:
@@ -120,7 +114,7 @@ def _predict_memory(folder: Path) -> None:
 def _agent(folder: Path, others: Others | None) -> LaunchConfig:
     logs = folder / "logs" if others is None else runfolder.logs_path(folder)
     return LaunchConfig(
-        **(_alone(RunConfig.read(folder)) if others is None else others.nodes.rendezvous()),
+        **(_alone(Run(folder).config) if others is None else others.nodes.rendezvous()),
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is handled here
@@ -132,7 +126,7 @@ def _settle(place: Place, folder: Path, others: Others | None, *facts: Any, **re
     """Settle a run as `results.settle` does, unless its folder is gone or cannot be read any more."""
     try:
         if not place.is_gone():
-            (partial(terminate.settle, folder) if others is None else others.settle)(*facts, **reason)
+            (partial(terminate.settle, Run(folder)) if others is None else others.settle)(*facts, **reason)
             return
         print(f"{folder} is gone, and the run with it", file=sys.stderr, flush=True)
     except (ConfigError, OSError) as error:  # config.json is damaged, or the folder has just gone
@@ -180,7 +174,7 @@ def _one_of(folder: Path, sweep: Path | None) -> None:
     except Exception as error:  # its folder was taken away, say, or the disk is full
         print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
         with contextlib.suppress(ConfigError):  # not even its configuration is there
-            terminate.settle(folder, reason=redacted(f"could not be run: {type(error).__name__}: {error}"))
+            terminate.settle(Run(folder), reason=redacted(f"could not be run: {type(error).__name__}: {error}"))
 
 
 def main() -> None:
@@ -205,7 +199,7 @@ def main() -> None:
     except SignalException:
         for folder in waiting:
             with contextlib.suppress(ConfigError):  # its folder is gone, or its config.json is damaged
-                terminate.settle(folder, reason="stopped")
+                terminate.settle(Run(folder), reason="stopped")
 
 
 if __name__ == "__main__":

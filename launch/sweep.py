@@ -20,7 +20,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import checks
-from vdpp_core.runs import files, processes, runfolder
+from vdpp_core.runs import files, runfolder
 
 
 class Sweep:
@@ -80,20 +80,20 @@ class Sweep:
         for job in self.jobs:
             left = deadline - time.monotonic()
             job.wait(None if timeout is None else max(0.0, left))
-        while processes.launcher_alive(self.jobs[-1].folder) and time.monotonic() < deadline:
+        while self.jobs[-1].run.launcher_alive() and time.monotonic() < deadline:
             time.sleep(POLL_S)  # it still writes table.csv
         return self.table()
 
     def stop(self) -> pd.DataFrame:
         """Stop the current run and drop the waiting ones; returns the table."""
-        launched = [job.folder for job in self.jobs if processes.read_launcher(job.folder)]
+        launched = [job.folder for job in self.jobs if job.run.launcher()]
         if launched:
             end(launched[-1])  # one launcher runs them all
         else:
             end_by_name(self.folder)
         for job in self.jobs:
             with contextlib.suppress(ConfigError):  # its folder is gone or its config.json is damaged
-                settle(job.folder, reason="stopped")
+                settle(job.run, reason="stopped")
         return self.table()
 
     def table(self) -> pd.DataFrame:
@@ -135,7 +135,7 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
     for repeat in range(repeats):
         order = list(enumerate(ready))
         for number, config in order if repeat % 2 == 0 else reversed(order):
-            run_id = f"{len(runs):03d}-{str(config.layout).replace(' × ', '-').replace(' ', '')}"
+            run_id = f"{len(runs):03d}-{config.layout.slug}"
             folders.append(prepare(config.replace(output_dir=folder / run_id)))
             runs.append({"run_id": run_id, "config": number, "repeat": repeat})
     files.write_atomically(folder / "sweep.json", json.dumps(runs, indent=2) + "\n")

@@ -16,7 +16,9 @@ import psutil
 from launch import warm
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.predict import schedule
-from vdpp_core.runs import processes, results, runfolder
+from vdpp_core.runs import processes, results
+from vdpp_core.runs.kinds import Start
+from vdpp_core.runs.run import Run
 
 settle = partial(results.settle, predict_times=schedule.run_times)
 
@@ -31,11 +33,12 @@ def end(folder: Path) -> None:
     Raises:
         ConfigError: that process is on another machine.
     """
-    launcher = processes.read_launcher(folder)
+    run = Run(folder)
+    launcher = run.launcher()
     if launcher is None:
         end_by_name(folder)
         return
-    if not processes.launcher_alive(folder):
+    if not run.launcher_alive():
         return
     if launcher["host"] != socket.gethostname():
         raise ConfigError("run", folder.name, f"has no part on this machine: stop it on {launcher['host']}")
@@ -46,12 +49,12 @@ def end(folder: Path) -> None:
 
 def end_ranks(folder: Path) -> None:
     """End what is left of a run's ranks on this machine: a moment for a last word, then by force."""
-    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
+    starts = [event for event in Run(folder).events() if isinstance(event, Start)]
     left = []
     for start in starts:
         with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
             if processes.is_rank(start):
-                left.append(psutil.Process(start["pid"]))
+                left.append(psutil.Process(start.pid))
     _end(left, LAST_WORD_S)
 
 

@@ -23,6 +23,7 @@ from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.models.images import read_image
 from vdpp_core.runs import results, runfolder
 from vdpp_core.runs.events import events_paths
+from vdpp_core.runs.run import Run
 
 __all__ = ["chromium", "lab"]  # fixtures
 DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -157,5 +158,5 @@ def write_run(root: Path, name: str, config: RunConfig, step_s: float, stopped_s
         if step == config.total_steps - 1:
             events.append((t, "sample", {"sample": sample}))
     write_events_of(folder, 0, *events, (t, "done", {"memory": {"allocated_gb": 1.0}}))
-    results.write(folder, "ok")
+    results.write(Run(folder), "ok")
     return folder

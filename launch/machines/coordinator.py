@@ -29,10 +29,12 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
 from launch.terminate import end_children, settle
-from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import events, files, processes, runfolder, stalls
-from vdpp_core.runs.stalls import PERIOD_S, Standstills
+from vdpp_core.runs import files, processes, runfolder, stalls
+from vdpp_core.runs.events import now
+from vdpp_core.runs.kinds import Start
+from vdpp_core.runs.run import Run
+from vdpp_core.runs.stalls import PERIOD_S
 
 LAST_WORDS_S = 3.0  # for this machine's ranks to notice that another machine's ranks have ended
 WORD_S = 3.0  # for one exchange with the other machines
@@ -52,11 +54,11 @@ class Others(threading.Thread):
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.nodes, self.folder, self.config = nodes, folder, RunConfig.read(folder)
+        self.nodes, self.folder, self.this_run = nodes, folder, Run(folder)
         self.is_host = nodes.address[1]  # whether the store is on this machine
         self.store: Store | None = None
         self.number = 0  # of this machine, in order of arrival
-        self.starts: list[events.Event] = []
+        self.starts: list[Start] = []
         self.beats: dict[int, tuple[int, float]] = {}  # machine -> its last beat and when that came
         self.stalled: dict[int, str] = {}  # rank -> why it is given up
         self.reason: str | None = None  # why the run ends
@@ -92,7 +94,7 @@ class Others(threading.Thread):
         Raises:
             ConfigError: they differ.
         """
-        own = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc} | runfolder.facts(self.config)
+        own = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc} | runfolder.facts(self.this_run.config)
         first = json.loads(store.compare_set("arguments", "", json.dumps(own)))
         for name, value in own.items():
             if value != first.get(name):
@@ -112,30 +114,27 @@ class Others(threading.Thread):
         for number in range(1, self.nodes.nnodes + 1):
             beat = store.add(f"beat/{number}", 0)
             if beat and beat != self.beats.get(number, (0, 0.0))[0]:
-                self.beats[number] = beat, time.monotonic()
+                self.beats[number] = beat, now()
         if store.check(["stopped"]):
             self._end_supervisor("stopped")
         if store.add("ended", 0) and self.ended_elsewhere is None:
-            self.ended_elsewhere = time.monotonic()
+            self.ended_elsewhere = now()
 
     def _act(self) -> None:
         """End this machine's ranks when another machine is silent or has ended badly; end this process when torchrun's
         agent does not return after its ranks have ended."""
-        patience = max(self.config.timeout_s, 10 * PERIOD_S)
+        watchdog = stalls.Watchdog(self.this_run)
         ranks_ended: float | None = None
-        still = Standstills()  # time in which this machine itself stood still does not count
         while not self.over.wait(PERIOD_S):
-            now, heard = time.monotonic(), [heard for _, heard in list(self.beats.values())]
-            still.look(now, forget=now - 2 * patience)
-            silence = max((still.silence_s(each, now) for each in heard), default=0.0)
-            if silence > patience and not self.stalled:
-                self.stalled = stalls.unheard(self.folder, silence, surely=True)
-                self.end_here(f"another machine was silent for {silence:.0f} s (timeout_s)")
-            if self.ended_elsewhere is not None and still.silence_s(self.ended_elsewhere, now) > LAST_WORDS_S:
-                self.end_here("the run failed on another machine")
-            ranks_ended = (ranks_ended or now) if self._ranks_have_ended() else None
-            if ranks_ended is not None and still.silence_s(ranks_ended, now) > AGENT_PATIENCE_S:
-                settle(self.folder, self.stalled, reason=self.reason)
+            silence = watchdog.silent_machine_s([heard for _, heard in list(self.beats.values())])
+            if silence is not None and not self.stalled:
+                self.stalled = stalls.awaited(self.this_run, silence, certain=True)
+                self.end_here(f"nothing was heard of another machine for {silence:.0f} s (timeout_s)")
+            if watchdog.has_waited(self.ended_elsewhere):
+                self.end_here("another machine could not go on")
+            ranks_ended = (ranks_ended or now()) if self._ranks_have_ended() else None
+            if watchdog.has_waited(ranks_ended, AGENT_PATIENCE_S):
+                settle(self.this_run, self.stalled, reason=self.reason)
                 os._exit(1)
 
     def end_here(self, reason: str) -> None:
@@ -150,11 +149,11 @@ class Others(threading.Thread):
             self.reason = reason
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _starts(self) -> list[events.Event]:
+    def _starts(self) -> list[Start]:
         """The start events of this machine's ranks, kept once complete: the event files grow."""
         if len(self.starts) < self.nodes.nproc:
-            starts = [event for event in runfolder.read_events(self.folder) if event["kind"] == "start"]
-            self.starts = [event for event in starts if event["host"] == socket.gethostname()]
+            starts = [event for event in self.this_run.events() if isinstance(event, Start)]
+            self.starts = [event for event in starts if event.host == socket.gethostname()]
         return self.starts
 
     def _ranks_have_ended(self) -> bool:
@@ -177,7 +176,7 @@ class Others(threading.Thread):
             exits: rank -> exit code, or signal, of this machine's ranks.
             reason: why the run ended, if this machine knows.
         """
-        result = runfolder.read_result(self.folder)
+        result = self.this_run.result()
         if self.over.is_set() and result is not None:
             return result
         self.over.set()
@@ -185,7 +184,7 @@ class Others(threading.Thread):
         good = result is not None and result["outcome"] == "ok"
         if self.store is not None and not good and not self.stalled:
             _within(2 * WORD_S, partial(self._exchange_reports, self.store, known, reason))
-        result = settle(self.folder, self.stalled or dict(known), reason=self.reason or reason)
+        result = settle(self.this_run, self.stalled or dict(known), reason=self.reason or reason)
         if self.store is not None and not self.stalled:
             _within(2 * WORD_S, partial(self._leave, self.store))
         return result
@@ -199,7 +198,7 @@ class Others(threading.Thread):
     def _exchange_reports(self, store: Store, known: dict[int, int | str], reason: str | None) -> None:
         """Report what ended the run here, and add the other machines' exits to `known`; their event files are copied if
         the folder is not shared."""
-        own = [self.folder / "events" / f"rank-{start['rank']}.jsonl" for start in self._starts()]
+        own = [self.folder / "events" / f"rank-{start.rank}.jsonl" for start in self._starts()]
         texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in own}
         report = {"reason": None if self.reason else reason, "exits": known, "events": texts}
         store.set(f"said/{self.number}", json.dumps(report))

@@ -16,10 +16,10 @@ from nbconvert import HTMLExporter
 from nbconvert.preprocessors import ExtractOutputPreprocessor
 from traitlets.config import Config
 
-from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import machine, runfolder
+from vdpp_core.runs import machine
 from vdpp_core.runs.files import write_atomically
+from vdpp_core.runs.run import Run
 
 FIGURE, SVG, TABLE = "image/png", "image/svg+xml", "text/csv"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -136,7 +136,8 @@ def runs_of(book: Any, root: Path, before: set[Path]) -> list[dict[str, Any]]:
         if not made and not re.search(rf"\b{re.escape(name.parts[0])}\b", shown):
             continue
         try:
-            config, result = RunConfig.read(folder), runfolder.read_result(folder) or {}
+            run = Run(folder)
+            config, result = run.config, run.result() or {}
         except (ConfigError, ValueError):
             continue  # damaged
         rows.append(

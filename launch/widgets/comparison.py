@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from launch.job import Job
 from vdpp_core.compare import tables
-from vdpp_core.config import RunConfig
-from vdpp_core.runs import results, runfolder
+from vdpp_core.runs import results
 
 MOST_SAMPLES = 100  # more could not be told apart
 COMPARED = (
@@ -40,7 +39,7 @@ def timeline(jobs: Sequence[Job]) -> Figure | None:
 
     panels, ends = [], {}
     for job in jobs:
-        config, spans = RunConfig.read(job.folder), results.measured_spans(runfolder.read_events(job.folder))
+        config, spans = job.run.config, results.measured_spans(job.run.events())
         shown = [span for span in spans if span.sample < MOST_SAMPLES]
         if shown:
             ends[job.folder] = max(span.end for span in spans), str(config.layout)

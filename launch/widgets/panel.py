@@ -26,7 +26,7 @@ from launch.widgets.sliders import png
 from launch.widgets.watch import REFRESH_S, page
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import processes, runfolder
+from vdpp_core.runs import runfolder
 
 LOG_LINES = 12
 MOST_VIDEOS = 8
@@ -243,7 +243,7 @@ class Panel(widgets.VBox):
 
     def _running(self) -> list[Path]:
         """The first run that has not ended and whose launcher is alive: in a sweep, the current one."""
-        alive = (job.folder for job in _all_runs() if _outcome(job) is None and processes.launcher_alive(job.folder))
+        alive = (job.folder for job in _all_runs() if _outcome(job) is None and job.run.launcher_alive())
         return [folder] if (folder := next(alive, None)) else []
 
     def refresh(self, choose: Sequence[Path] | None = None) -> None:
@@ -282,7 +282,7 @@ class Panel(widgets.VBox):
             self.picture.layout.display = None if figure else "none"
             videos = sorted(one.folder.glob("videos/*.mp4"))[:MOST_VIDEOS] if one and ended else []
             self.videos.value = gallery({video.stem: video for video in videos}).data if videos else ""
-            ranks = range(RunConfig.read(one.folder).layout.world_size if one else 1)
+            ranks = range(one.run.config.layout.world_size if one else 1)
             if tuple(ranks) != self.rank.options:
                 self.rank.options = tuple(ranks)
             self.drawn = shown
@@ -307,7 +307,7 @@ def _outcome(job: Job) -> str | None:
 
 def _failure(job: Job) -> str:
     """Why a run ended badly."""
-    failure = (runfolder.read_result(job.folder) or {}).get("failure")
+    failure = (job.run.result() or {}).get("failure")
     if not failure:
         return ""
     where = [f"{name} {failure[name]}" for name in ("rank", "sample", "step") if failure[name] is not None]

@@ -41,11 +41,10 @@ class Predictions:
         warnings = memory.before_start(config, execution)
         beside = memory.outside_a_limit(config)
         room, available = self.predictor.room(config), devices.capacity(config, execution) + beside
-        batch, _, frames, rows, columns = config.shape
         facts = {
             "layout": f"{config.layout}" + f" on {ranks} ranks" * (ranks > 1),
             "steps per stage": ", ".join(str(len(steps)) for steps in config.stages()),
-            "latents": f"{f'{batch} × ' * (batch > 1)}{frames} × {rows} × {columns}",
+            "latents": config.size_text,
             "peak memory per rank": f"{room.peak / 1e9:.3g} GB",
             "with allowance": f"{room.needed / 1e9:.3g} of {available / 1e9:.3g} GB available",
         }

@@ -19,7 +19,8 @@ from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import worker
 from vdpp_core.models.images import read_image
 from vdpp_core.predict import schedule
-from vdpp_core.runs import results, runfolder
+from vdpp_core.runs import results
+from vdpp_core.runs.run import Run
 
 REPEATS = 5  # of the sweep
 PAIRS = 31  # engine and official pipeline; short, since the machine drifts
@@ -30,7 +31,7 @@ BASE = RunConfig(
 
 def step_s(job: launch.Job) -> float:
     """Mean seconds of a step of a run."""
-    spans = results.measured_spans(runfolder.read_events(job.folder))
+    spans = results.measured_spans(job.run.events())
     steps = sum(len(stage) for stage in RunConfig.read(job.folder).stages()) * BASE.num_samples
     return sum(span.busy for span in spans) / steps
 
@@ -107,7 +108,7 @@ def engine_ratios() -> list[float]:
         seconds = {}
         for who in ("ours", "official") if pair % 2 else ("official", "ours"):
             if who == "ours":
-                result = runfolder.read_result(worker.run(config))
+                result = Run(worker.run(config)).result()
                 assert result is not None
                 seconds[who] = result["makespan_s"]
             else:

@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page
 from launch.report.execute import PROJECT, report
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.runs import results, runfolder
+from vdpp_core.runs.run import Run
 
 FACTS = {"host": "a", "device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
 STEP_S = 0.25
@@ -31,7 +32,7 @@ def write_sweep(folder: Path, write_events: Callable[..., None]) -> None:
         run = runfolder.create(config)
         for rank in range(layout.world_size):
             write_events(run, rank, *events(config, rank))
-        results.write(run, "ok")
+        results.write(Run(run), "ok")
         runs.append({"run_id": run_id, "config": number, "repeat": 0})
     (folder / "sweep.json").write_text(json.dumps(runs))
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 OF_THE_DOCUMENTS = {
     "world_size",
@@ -61,7 +61,7 @@ def test_simulate_under_torchrun(torchrun, tmp_path):
     line = ["simulate", "--total-steps", "28", "--device", "cpu", "--dtype", "fp32"]
     process = torchrun(4, *line, "--output-dir", tmp_path / "run")
     assert process.returncode == 0, process.stderr
-    result = runfolder.read_result(tmp_path / "run")
+    result = Run(tmp_path / "run").result()
     assert (result["outcome"], result["world_size"], result["steps_per_gpu"]) == ("ok", 4, 7)
     assert (result["dtype"], result["device"], result["backend"]) == ("float32", "cpu", "gloo")
     for rank, steps in enumerate(("0–6", "7–13", "14–20", "21–27")):
@@ -73,14 +73,14 @@ def test_simulate_under_torchrun(torchrun, tmp_path):
 def test_simulate_on_seven_ranks(tmp_path):
     process = command("simulate", "--world-size", 7, "--total-steps", 28, "--output-dir", tmp_path / "run")
     assert process.returncode == 0, process.stderr
-    result = runfolder.read_result(tmp_path / "run")
+    result = Run(tmp_path / "run").result()
     assert (result["world_size"], result["steps_per_gpu"], result["steps_per_stage"]) == (7, 4, [4] * 7)
     assert RunConfig.read(tmp_path / "run").model == "dummy"
 
 
 def test_benchmark_on_seven_ranks(benchmark_on_7):
     folder, _ = benchmark_on_7
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert (result["outcome"], result["samples_finished"]) == ("ok", 3)
     assert (result["world_size"], result["steps_per_gpu"], result["steps_per_stage"]) == (7, 4, [4] * 7)
     assert len(result["utilisation_per_rank"]) == len(result["peak_memory_gb_per_rank"]) == 7
@@ -95,7 +95,7 @@ def test_benchmark_on_seven_ranks(benchmark_on_7):
 def test_json(benchmark_on_7):
     folder, stdout = benchmark_on_7
     printed = json.loads(stdout)
-    assert printed == runfolder.read_result(folder)
+    assert printed == Run(folder).result()
     assert set(printed) >= OF_THE_DOCUMENTS | OURS
     assert printed["latent_shape"] == [1, 4, 2, 4, 4]
     assert printed["parallel"] == Parallel(pp=7).model_dump()
@@ -106,14 +106,14 @@ def test_json(benchmark_on_7):
 
 def test_warm_up_is_before_the_clock(benchmark_on_7):
     folder, _ = benchmark_on_7
-    events = runfolder.read_events(folder)
+    events = Run(folder).events()
     assert RunConfig.read(folder).warmup_samples == 1
-    clocks = {event["rank"]: event["t"] for event in events if event["kind"] == "clock"}
-    warm = [event["t"] for event in events if event["kind"] == "step" and event["sample"] < 0]
-    timed = [event for event in events if event["kind"] == "step" and event["sample"] >= 0]
+    clocks = {event.rank: event.t for event in events if event.kind == "clock"}
+    warm = [event.t for event in events if event.kind == "step" and event.sample < 0]
+    timed = [event for event in events if event.kind == "step" and event.sample >= 0]
     assert (len(clocks), len(warm), len(timed)) == (7, 28, 3 * 28)
     assert max(warm) < min(clocks.values())
-    assert all(clocks[event["rank"]] < event["t"] for event in timed)  # each rank starts its own
+    assert all(clocks[event.rank] < event.t for event in timed)  # each rank starts its own
 
 
 def test_a_mistake_under_torchrun_is_said_once(torchrun, tmp_path):
@@ -140,4 +140,4 @@ def test_ctrl_c_settles_a_run_that_is_still_starting(ranks, tmp_path, wait_until
     assert process.returncode == 130
     assert "Traceback" not in said
     assert said.count("stopped by Ctrl-C") <= 1  # a rank that computes already ends without a word
-    assert runfolder.read_result(folder)["outcome"] == "stopped"
+    assert Run(folder).result()["outcome"] == "stopped"

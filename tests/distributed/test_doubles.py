@@ -17,7 +17,8 @@ from tests.distributed.conftest import COMMAND, with_doubles
 from tests.doubles.checking import check
 from vdpp_core import RunConfig
 from vdpp_core.config.fields import EXAMPLE_IMAGE
-from vdpp_core.runs import runfolder, saved_latents
+from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 SYNCHRONISED = {  # dp × pp × cfg × frames × fsdp, in fours
     "pp 4": {"pp": 4},
@@ -82,5 +83,5 @@ def test_synchronising_the_device_at_any_moment_locks_nothing_up(
     assert verdict.calls > 500
     for folder in folders:
         for sample in range(base.num_samples):
-            latents, expected = saved_latents.load_latents(folder, sample), official(base, sample)
+            latents, expected = Run(folder).load_latents(sample), official(base, sample)
             assert ((latents - expected).norm() / expected.norm()).item() <= 1e-5, folder.name

@@ -16,7 +16,8 @@ import torch
 from tests.patience import FairClock, exit_code
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.fields import MODELS
-from vdpp_core.runs import events, processes, runfolder, saved_latents
+from vdpp_core.runs import events, processes, runfolder
+from vdpp_core.runs.run import Run
 
 LONG = {
     "parallel": Parallel(pp=2),
@@ -40,30 +41,30 @@ def long_run(tmp_path):
 
 
 def start_of(folder, rank):
-    return next(event for event in runfolder.read_events(folder) if (event["rank"], event["kind"]) == (rank, "start"))
+    return next(event for event in Run(folder).events() if (event.rank, event.kind) == (rank, "start"))
 
 
 def some_are_finished(folder, number=3):
-    return lambda: sum(event["kind"] == "sample" for event in runfolder.read_events(folder)) >= number
+    return lambda: sum(event.kind == "sample" for event in Run(folder).events()) >= number
 
 
 def assert_where_it_was(folder, failure, rank):
     """Sample and step of a failure are those at which the rank's own events stop."""
     config = RunConfig.read(folder)
     steps = config.stages()[config.layout.place(rank).stage]
-    own = [event for event in runfolder.read_events(folder) if event["rank"] == rank]
-    last = [event for event in own if event["kind"] in ("take", "step")][-1]
-    expected = steps[0] if last["kind"] == "take" else min(last["step"] + 1, steps[-1])
-    assert (failure["rank"], failure["sample"], failure["step"]) == (rank, last["sample"], expected)
+    own = [event for event in Run(folder).events() if event.rank == rank]
+    last = [event for event in own if event.kind in ("take", "step")][-1]
+    expected = steps[0] if last.kind == "take" else min(last.step + 1, steps[-1])
+    assert (failure["rank"], failure["sample"], failure["step"]) == (rank, last.sample, expected)
 
 
 def assert_what_is_finished_is_whole(folder):
     config = RunConfig.read(folder)
-    finished = [event["sample"] for event in runfolder.read_events(folder) if event["kind"] == "sample"]
+    finished = [event.sample for event in Run(folder).events() if event.kind == "sample"]
     assert len(finished) >= 3
-    assert runfolder.read_result(folder)["samples_finished"] == len(finished)
+    assert Run(folder).result()["samples_finished"] == len(finished)
     for sample in finished:
-        latents = saved_latents.load_latents(folder, sample)
+        latents = Run(folder).load_latents(sample)
         assert latents.shape == config.shape
         assert torch.isfinite(latents).all()
 
@@ -71,16 +72,16 @@ def assert_what_is_finished_is_whole(folder):
 def assert_last_words_are_last(folder):
     """Nothing is computed, written or counted after a rank has said that it ends."""
     for rank in range(2):
-        kinds = [event["kind"] for event in runfolder.read_events(folder) if event["rank"] == rank]
+        kinds = [event.kind for event in Run(folder).events() if event.rank == rank]
         said = [kind for kind in kinds if kind in events.ENDS]
         assert len(said) == 1, kinds[-4:]
         assert kinds[-1] == said[0], kinds[-4:]
 
 
 def assert_no_rank_is_left(folder, ranks=2):
-    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
+    starts = [event for event in Run(folder).events() if event.kind == "start"]
     assert len(starts) == ranks
-    assert [start["rank"] for start in starts if processes.is_rank(start)] == []
+    assert [start.rank for start in starts if processes.is_rank(start)] == []
 
 
 @pytest.mark.parametrize(
@@ -97,10 +98,10 @@ def test_a_rank_is_killed(rank, parallel, long_run, torchrun_in_background, wait
     folder = long_run(parallel=parallel)
     with torchrun_in_background(2, "run", folder) as process:
         wait_until(some_are_finished(folder), 60)
-        os.kill(start_of(folder, rank)["pid"], signal.SIGKILL)
+        os.kill(start_of(folder, rank).pid, signal.SIGKILL)
         assert exit_code(process, 15) != 0
         assert_no_rank_is_left(folder)
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert result["outcome"] == "failed"
     assert "killed" in result["failure"]["cause"]
     assert_where_it_was(folder, result["failure"], rank)
@@ -115,7 +116,7 @@ def test_torchrun_itself_is_killed(long_run, torchrun_in_background, wait_until)
         process.kill()
         process.wait()
         wait_until(lambda: not any(processes.is_rank(start) for start in starts), 15)
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert result["outcome"] == "stopped"
     assert_last_words_are_last(folder)
     assert_what_is_finished_is_whole(folder)
@@ -129,7 +130,7 @@ def test_torchrun_is_told_to_end(number, long_run, torchrun_in_background, wait_
         process.send_signal(number)
         exit_code(process, 15)
         assert_no_rank_is_left(folder)
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert result["outcome"] == "stopped"
     assert "failure" not in result
     assert_last_words_are_last(folder)
@@ -141,11 +142,11 @@ def test_a_rank_stands_still(rank, long_run, torchrun_in_background, wait_until)
     folder = long_run(timeout_s=5)
     with torchrun_in_background(2, "run", folder):
         wait_until(some_are_finished(folder), 60)
-        stopped = start_of(folder, rank)["pid"]
+        stopped = start_of(folder, rank).pid
         os.kill(stopped, signal.SIGSTOP)
         try:
             began = time.monotonic()
-            result = wait_until(lambda: runfolder.read_result(folder), 30)
+            result = wait_until(lambda: Run(folder).result(), 30)
             assert time.monotonic() - began > 4  # not before the time it was given
         finally:
             os.kill(stopped, signal.SIGKILL)
@@ -159,14 +160,14 @@ def test_a_rank_stands_still_when_the_others_are_done(long_run, torchrun_in_back
     folder = long_run(timeout_s=5, total_steps=3000, num_samples=1, stage_weights=(1, 3000), warmup_samples=0)
 
     def done():
-        return any(event["rank"] == 0 and event["kind"] == "done" for event in runfolder.read_events(folder))
+        return any(event.rank == 0 and event.kind == "done" for event in Run(folder).events())
 
     with torchrun_in_background(2, "run", folder):
         wait_until(done, 60)
-        stopped = start_of(folder, 1)["pid"]
+        stopped = start_of(folder, 1).pid
         os.kill(stopped, signal.SIGSTOP)
         try:
-            result = wait_until(lambda: runfolder.read_result(folder), 30)
+            result = wait_until(lambda: Run(folder).result(), 30)
         finally:
             os.kill(stopped, signal.SIGKILL)
     assert result["outcome"] == "failed"
@@ -186,7 +187,7 @@ def test_a_run_alone_is_interrupted(long_run, tmp_path, wait_until):
     finally:
         process.kill()
         process.wait()
-    assert runfolder.read_result(folder)["outcome"] == "stopped"
+    assert Run(folder).result()["outcome"] == "stopped"
     assert_what_is_finished_is_whole(folder)
 
 
@@ -198,7 +199,7 @@ def test_a_rank_that_raises_in_the_middle(long_run, torchrun_in_background, wait
         (folder / "latents").rename(folder / "moved away")
         assert exit_code(process, 15) != 0
         assert_no_rank_is_left(folder)
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert result["outcome"] == "failed"
     assert_where_it_was(folder, result["failure"], 1)
     assert "No such file or directory" in result["failure"]["cause"]
@@ -214,7 +215,7 @@ def test_weights_that_are_cut_off(tmp_path, torchrun):
         process = torchrun(2, "run", folder)
     assert process.returncode != 0
     assert clock.seconds < 60
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert result["outcome"] == "failed"
     assert "afetensor" in result["failure"]["cause"]
     assert not result["failure"]["cause"].startswith("LostRankError")

@@ -20,7 +20,8 @@ from vdpp_core.engine import media, worker
 from vdpp_core.engine.videos import Official
 from vdpp_core.models.decoding import Decoder
 from vdpp_core.models.denoising import Denoiser
-from vdpp_core.runs import runfolder, saved_latents
+from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 QUICK = {"total_steps": 4, "num_frames": 5, "num_samples": 3, "threads": 1, "compare_official": True}
 CASES = {
@@ -57,7 +58,7 @@ def one_thread():
 @pytest.mark.parametrize("name", CASES)
 def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
     folder = folders[name]
-    config, result = RunConfig.read(folder), runfolder.read_result(folder)
+    config, result = RunConfig.read(folder), Run(folder).result()
     together = result["official"].pop("max_batch_difference")
     assert together is None if config.shape[0] == 1 else together > 0
     assert result["official"] == {
@@ -70,12 +71,12 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
     cpu, sample = torch.device("cpu"), config.num_samples - 1  # and once more, from the latents of the run
     dtype, steps = resolve(config).dtype, list[int]()
     latents, frames = Official(config, cpu, dtype).generate(sample, steps.append)
-    ours = saved_latents.load_latents(folder, sample).transpose(1, 2)
+    ours = Run(folder).load_latents(sample).transpose(1, 2)
     assert torch.equal(ours, latents)
     assert steps == list(range(config.total_steps))
-    told = [event for event in runfolder.read_events(folder) if event["kind"] == "comparing"]  # so no long silence
+    told = [event for event in Run(folder).events() if event.kind == "comparing"]  # so no long silence
     everything = itertools.product(range(config.num_samples), steps)
-    assert sorted((event["sample"], event["step"]) for event in told) == list(everything)
+    assert sorted((event.sample, event.step) for event in told) == list(everything)
     made = Decoder(config, cpu, dtype, lambda: None).frames(ours)
     assert np.array_equal(made, frames) == (config.shape[0] == 1)
     for video, one in zip(made, ours.split(1), strict=True):  # each as if there were no other
@@ -90,7 +91,7 @@ def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, one_thr
     pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"])
     pipeline.set_progress_bar_config(disable=True)
     folder, seen = folders["1 stage"], []
-    latents = saved_latents.load_latents(folder, 1).transpose(1, 2)
+    latents = Run(folder).load_latents(1).transpose(1, 2)
     for size in (1, 4, 14):
         config = RunConfig.read(folder).replace(decode_chunk_size=size)
         pictures = pipeline(
@@ -112,8 +113,8 @@ def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, one_thr
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_of_a_run(name, folders):
     folder = folders[name]
-    config, result = RunConfig.read(folder), runfolder.read_result(folder)
-    names = [name for sample in range(config.num_samples) for name in saved_latents.video_names(config, sample)]
+    config, result = RunConfig.read(folder), Run(folder).result()
+    names = [name for sample in range(config.num_samples) for name in runfolder.video_names(config, sample)]
     assert len(names) == config.num_samples * config.shape[0]
     expected = {f"{name}.{kind}" for name in names for kind in ("mp4", "gif", "png")}
     assert {path.name for path in (folder / "videos").iterdir()} == expected | {"contact-sheet.png", "input.png"}
@@ -132,20 +133,20 @@ def test_the_files_of_a_run(name, folders):
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_decodes_its_share(name, folders):
     folder = folders[name]
-    config, events = RunConfig.read(folder), runfolder.read_events(folder)
-    made = {event["sample"]: event["rank"] for event in events if event["kind"] == "video"}
+    config, events = RunConfig.read(folder), Run(folder).events()
+    made = {event.sample: event.rank for event in events if event.kind == "video"}
     assert sorted(made) == list(range(config.num_samples))
     layout = config.layout
     for sample, rank in made.items():
         team = layout.pp * layout.lockstep
         assert (layout.place(rank).replica, rank % team) == (sample % layout.dp, sample // layout.dp % team)
-    last_step = max(event["t"] for event in events if event["kind"] == "step" and event["rank"] == 0)
-    assert min(event["t"] for event in events if event["kind"] == "decode" and event["rank"] == 0) > last_step
-    chunks = sum(event["kind"] == "chunk" for event in events)
+    last_step = max(event.t for event in events if event.kind == "step" and event.rank == 0)
+    assert min(event.t for event in events if event.kind == "decode" and event.rank == 0) > last_step
+    chunks = sum(event.kind == "chunk" for event in events)
     batch, frames = config.shape[0], config.shape[2]
     assert chunks == config.num_samples * batch * -(-frames // config.decode_chunk_size)
     for rank in range(layout.world_size):
-        assert [event["kind"] for event in events if event["rank"] == rank][-1] == "done"
+        assert [event.kind for event in events if event.rank == rank][-1] == "done"
 
 
 @pytest.mark.parametrize(("value", "words"), [(float("nan"), "are not finite"), (-5.0, "are black")])
@@ -159,12 +160,12 @@ def test_no_file_is_written_of_a_video_without_a_picture(value, words, tmp_path,
     config = RunConfig(command="generate", total_steps=2, num_frames=3, threads=1, output_dir=tmp_path / "run")
     with pytest.raises(FloatingPointError, match=rf"^sample 0: .*{words}.*--dtype fp32"):
         worker.run(config)
-    result = runfolder.read_result(tmp_path / "run")
+    result = Run(tmp_path / "run").result()
     assert (result["outcome"], result["samples_finished"], result["videos_written"]) == ("failed", 1, 0)
     assert words in result["failure"]["cause"]
     assert result["failure"]["sample"] == 0
     assert not (tmp_path / "run" / "videos").exists()
-    assert saved_latents.load_latents(tmp_path / "run", 0).shape == config.shape
+    assert Run(tmp_path / "run").load_latents(0).shape == config.shape
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_latents_that_are_not_finite_end_the_run(save_latents, words, tmp_path, 
     small = {"total_steps": 2, "num_frames": 3, "threads": 1, "save_latents": save_latents}
     with pytest.raises(FloatingPointError, match=rf"^sample 0: .*{words}"):
         worker.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
-    result = runfolder.read_result(tmp_path / "run")
+    result = Run(tmp_path / "run").result()
     assert (result["outcome"], result["videos_written"]) == ("failed", 0)
     assert words in result["failure"]["cause"]
     assert not (tmp_path / "run" / "videos").exists()
@@ -194,7 +195,7 @@ def test_the_videos_before_a_spoilt_one_are_kept(tmp_path, monkeypatch):
     small = {"total_steps": 2, "num_frames": 3, "threads": 1, "num_samples": 3}
     with pytest.raises(FloatingPointError, match=r"^sample 1: no picture$"):
         worker.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
-    result = runfolder.read_result(tmp_path / "run")
+    result = Run(tmp_path / "run").result()
     assert (result["outcome"], result["samples_finished"], result["videos_written"]) == ("failed", 3, 1)
     assert (result["failure"]["rank"], result["failure"]["sample"]) == (0, 1)
     assert {path.stem for path in (tmp_path / "run" / "videos").iterdir()} == {"sample-000"}
@@ -206,7 +207,7 @@ def test_one_rank_cannot_write_its_video(torchrun, tmp_path):
     folder = runfolder.create(config.for_ranks(2))
     (folder / "videos" / "sample-001.mp4").mkdir(parents=True)
     assert torchrun(2, "run", folder).returncode != 0
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert (result["outcome"], result["samples_finished"]) == ("failed", 2)
     assert (result["failure"]["rank"], result["failure"]["sample"]) == (1, 1)
     assert "sample-001.mp4" in result["failure"]["cause"]
@@ -220,13 +221,13 @@ def test_a_rank_is_killed_while_it_decodes(torchrun_in_background, wait_until, t
     folder = runfolder.create(config.for_ranks(2))
 
     def of_rank_1(kind):
-        return [event for event in runfolder.read_events(folder) if (event["rank"], event["kind"]) == (1, kind)]
+        return [event for event in Run(folder).events() if (event.rank, event.kind) == (1, kind)]
 
     with torchrun_in_background(2, "run", folder) as process:
         wait_until(lambda: of_rank_1("video") and len(of_rank_1("chunk")) > 14, 60)
-        os.kill(of_rank_1("start")[0]["pid"], signal.SIGKILL)
+        os.kill(of_rank_1("start")[0].pid, signal.SIGKILL)
         assert exit_code(process, 20) != 0
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert (result["outcome"], result["failure"]["rank"]) == ("failed", 1)
     assert "killed" in result["failure"]["cause"]
     assert result["failure"]["sample"] == of_rank_1("decode")[-1]["sample"]

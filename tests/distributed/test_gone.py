@@ -15,7 +15,7 @@ import pytest
 import launch
 from launch.__main__ import main
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 LONG = RunConfig(
@@ -37,7 +37,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def finished(folder: Path) -> int:
-    return sum(event["kind"] == "sample" for event in runfolder.read_events(folder))
+    return sum(event.kind == "sample" for event in Run(folder).events())
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def at_work(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Callable[..., tup
     def start(**arguments: Any) -> tuple[Path, list[psutil.Process]]:
         job = launch.start(LONG.replace(output_dir=tmp_path / "runs" / "run", **arguments))
         wait_until(lambda: finished(job.folder) >= 2, 90)
-        starts = [event for event in runfolder.read_events(job.folder) if event["kind"] == "start"]
-        starts.sort(key=lambda event: event["rank"])
+        starts = [event for event in job.run.events() if event.kind == "start"]
+        starts.sort(key=lambda event: event.rank)
         launcher = json.loads((job.folder / "job.json").read_text())
-        family.extend(psutil.Process(facts["pid"]) for facts in [*starts, launcher])
+        family.extend(psutil.Process(pid) for pid in [*(start.pid for start in starts), launcher["pid"]])
         return job.folder, family
 
     yield start

@@ -19,7 +19,8 @@ import launch
 from tests.distributed.conftest import launch_command
 from tests.patience import FairClock, result_of
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.runs import runfolder, saved_latents
+from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 LONG = RunConfig(num_samples=500, total_steps=20, num_frames=4, save_latents=True, threads=1)
@@ -27,7 +28,7 @@ SHORT = RunConfig(model="dummy", total_steps=4, num_samples=3, latent_shape=(1, 
 
 
 def pids(folder: Path) -> dict[int, int]:
-    return {event["rank"]: event["pid"] for event in runfolder.read_events(folder) if event["kind"] == "start"}
+    return {event.rank: event.pid for event in Run(folder).events() if event.kind == "start"}
 
 
 def is_gone(pid: int) -> bool:
@@ -35,7 +36,7 @@ def is_gone(pid: int) -> bool:
 
 
 def finished(folder: Path) -> int:
-    return sum(event["kind"] == "sample" for event in runfolder.read_events(folder))
+    return sum(event.kind == "sample" for event in Run(folder).events())
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def assert_nothing_left(job: launch.Job, ranks: dict[int, int], wait_until: Wait
     launcher = json.loads((job.folder / "job.json").read_text())["pid"]
     wait_until(lambda: all(is_gone(pid) for pid in [*ranks.values(), launcher]), 15)
     for sample in range(job.result()["samples_finished"]):
-        assert saved_latents.load_latents(job.folder, sample).shape == LONG.shape
+        assert job.run.load_latents(sample).shape == LONG.shape
 
 
 def test_start_returns_at_once_and_the_run_can_be_watched_to_its_end(tmp_path: Path):

@@ -17,7 +17,8 @@ import torch
 
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.engine import worker
-from vdpp_core.runs import events, runfolder, saved_latents
+from vdpp_core.runs import events
+from vdpp_core.runs.run import Run
 
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 ENDPOINT = "10.77.0.1:29400"
@@ -127,7 +128,7 @@ def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
     assert results[0] == results[1]
     assert (results[0]["outcome"], results[0]["samples_finished"], results[0]["videos_written"]) == ("ok", 2, 2)
     for sample in range(2):
-        assert torch.equal(saved_latents.load_latents(first, sample), saved_latents.load_latents(alone, sample))
+        assert torch.equal(Run(first).load_latents(sample), Run(alone).load_latents(sample))
     for path in (alone / "videos").iterdir():
         assert path.read_bytes() == (first / "videos" / path.name).read_bytes()
     assert len(events.events_paths(first)) == 4
@@ -140,11 +141,11 @@ def test_frames_over_two_machines_with_a_shared_folder(machines: Machines, tmp_p
     arguments = ["benchmark", "--total-steps", "3", "--frames", "2", "--output-dir", str(tmp_path / "shared")]
     machines.start("shared", *arguments)
     config = RunConfig(total_steps=3, num_frames=4, save_latents=True, warmup_samples=0, threads=1)
-    alone = saved_latents.load_latents(worker.run(config.replace(output_dir=tmp_path / "alone")), 0)
+    alone = Run(worker.run(config.replace(output_dir=tmp_path / "alone"))).load_latents(0)
     (result,) = results_of([tmp_path / "shared"], wait_until, 120)
     assert (result["outcome"], result["parallel"]) == ("ok", Parallel(frames=2).model_dump())
     assert result["hosts"] == [machine.name for machine in machines]
-    latents = saved_latents.load_latents(tmp_path / "shared", 0)
+    latents = Run(tmp_path / "shared").load_latents(0)
     assert (latents - alone).abs().max() <= 1e-5 * alone.abs().max()
     assert not list((tmp_path / "shared").glob(".*"))
     wait_until(lambda: not machines.pids(), 15)
@@ -157,8 +158,8 @@ def test_both_machines_resume_a_run_in_a_shared_folder(machines: Machines, tmp_p
     arguments = ["--total-steps", "12", "--num-samples", "6", "--dp", "2", "--output-dir", str(folder)]
     machines.start("shared", "generate", *arguments)
     wait_until(lambda: samples_in(folder) >= 2, 120)
-    (start,) = [event for event in runfolder.read_events(folder) if event["kind"] == "start" and event["rank"] == 1]
-    os.kill(start["pid"], signal.SIGKILL)
+    (start,) = [event for event in Run(folder).events() if event.kind == "start" and event.rank == 1]
+    os.kill(start.pid, signal.SIGKILL)
     (result,) = results_of([folder], wait_until, 30)
     assert (result["outcome"], result["failure"]["rank"]) == ("failed", 1)
     wait_until(lambda: not machines.pids(), 15)
@@ -171,7 +172,7 @@ def test_both_machines_resume_a_run_in_a_shared_folder(machines: Machines, tmp_p
     config = RunConfig(command="generate", total_steps=12, num_samples=6, num_frames=4, threads=1)
     alone = worker.run(config.replace(output_dir=tmp_path / "alone"))
     for sample in range(6):
-        assert torch.equal(saved_latents.load_latents(folder, sample), saved_latents.load_latents(alone, sample))
+        assert torch.equal(Run(folder).load_latents(sample), Run(alone).load_latents(sample))
     for path in (alone / "videos").iterdir():
         assert path.read_bytes() == (folder / "videos" / path.name).read_bytes()
     assert len(list(folder.glob("logs/*/launcher.log"))) == len(list(folder.glob("attempts/1/logs/*"))) == 2
@@ -202,8 +203,8 @@ def in_mid_run(machines: Machines, run_id: str, wait_until: WaitUntil) -> list[P
 @pytest.mark.again
 def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: WaitUntil):
     folders = in_mid_run(machines, "killed", wait_until)
-    (start,) = [event for event in runfolder.read_events(folders[1]) if event["kind"] == "start"]
-    os.kill(start["pid"], signal.SIGKILL)
+    (start,) = [event for event in Run(folders[1]).events() if event.kind == "start"]
+    os.kill(start.pid, signal.SIGKILL)
     results = results_of(folders, wait_until, 15)
     failures = [result["failure"] for result in results]
     assert failures[0] == failures[1]
@@ -224,7 +225,7 @@ def test_a_folder_that_is_gone_on_one_machine_ends_the_run_on_both(machines: Mac
 
 
 def samples_in(folder: Path) -> int:
-    return sum(event["kind"] == "sample" for event in runfolder.read_events(folder))
+    return sum(event.kind == "sample" for event in Run(folder).events())
 
 
 @pytest.mark.again

@@ -11,7 +11,8 @@ import torch
 from vdpp_core import RunConfig
 from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.predict import costs
-from vdpp_core.runs import runfolder, saved_latents
+from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 DENOISING = {"command": "benchmark", "warmup_samples": 0, "save_latents": True}  # of an image, nothing is decoded
 QUICK = {"total_steps": 7, "num_frames": 5}
@@ -115,11 +116,11 @@ def run_folders(torchrun, other_image, several_files, tmp_path_factory):
 @pytest.mark.parametrize("name", sorted(CASES, key=lambda name: CASES[name][0]))
 def test_latents_are_those_of_the_official_pipeline(name, run_folders, official):
     folder = run_folders(CASES[name][0])[name]
-    config, result = RunConfig.read(folder), runfolder.read_result(folder)
+    config, result = RunConfig.read(folder), Run(folder).result()
     assert (result["outcome"], result["samples_finished"]) == ("ok", config.num_samples)
     assert len(list((folder / "latents").iterdir())) == config.num_samples
     for sample in range(config.num_samples):
-        latents = saved_latents.load_latents(folder, sample)
+        latents = Run(folder).load_latents(sample)
         assert latents.shape == config.shape
         assert torch.equal(latents, official(config, sample)), f"sample {sample}"
 
@@ -127,10 +128,10 @@ def test_latents_are_those_of_the_official_pipeline(name, run_folders, official)
 @pytest.mark.parametrize("name", sorted(LOCKSTEP, key=lambda name: LOCKSTEP[name][0]))
 def test_latents_of_a_lockstep_group_are_close_to_the_official_pipelines(name, run_folders, official):
     folder, tolerance = run_folders(LOCKSTEP[name][0])[name], LOCKSTEP[name][2]
-    config, result = RunConfig.read(folder), runfolder.read_result(folder)
+    config, result = RunConfig.read(folder), Run(folder).result()
     assert (result["outcome"], result["samples_finished"]) == ("ok", config.num_samples)
     for sample in range(config.num_samples):
-        latents, expected = saved_latents.load_latents(folder, sample), official(config, sample)
+        latents, expected = Run(folder).load_latents(sample), official(config, sample)
         assert latents.shape == config.shape
         assert ((latents - expected).norm() / expected.norm()).item() <= tolerance, f"sample {sample}"
     if config.compare_official:
@@ -140,7 +141,7 @@ def test_latents_of_a_lockstep_group_are_close_to_the_official_pipelines(name, r
 @pytest.mark.parametrize("name", ["frames 3 of 14", "cfg 2", "pp 2 × frames 2", "frames 2 × cfg 2"])
 def test_bytes_are_those_that_were_predicted(name, run_folders):
     folder = run_folders(LOCKSTEP[name][0])[name]
-    config, result = RunConfig.read(folder), runfolder.read_result(folder)
+    config, result = RunConfig.read(folder), Run(folder).result()
     for rank, sent_gb in enumerate(result["lockstep_gb_per_step_per_rank"]):
         predicted = costs.cost(config, config.layout.place(rank).member)
         assert sent_gb * 1e9 == pytest.approx(sum(predicted.sent.values()))
@@ -149,22 +150,22 @@ def test_bytes_are_those_that_were_predicted(name, run_folders):
 @pytest.mark.parametrize("name", sorted(RUNS, key=lambda name: RUNS[name][0]))
 def test_each_step_of_each_sample_runs_once_and_in_order(name, run_folders):
     folder = run_folders(RUNS[name][0])[name]
-    config, events = RunConfig.read(folder), runfolder.read_events(folder)
+    config, events = RunConfig.read(folder), Run(folder).events()
     layout = config.layout
     for sample in range(config.num_samples):
         replica = 0 if config.fsdp_same_sample else sample % layout.dp
-        of_sample = [event for event in events if event["kind"] == "step" and event["sample"] == sample]
-        assert {layout.place(event["rank"]).replica for event in of_sample} == {replica}
+        of_sample = [event for event in events if event.kind == "step" and event.sample == sample]
+        assert {layout.place(event.rank).replica for event in of_sample} == {replica}
         for member in range(layout.lockstep):
-            steps = [event for event in of_sample if layout.place(event["rank"]).member == member]
-            assert [event["step"] for event in steps] == list(range(config.total_steps))
+            steps = [event for event in of_sample if layout.place(event.rank).member == member]
+            assert [event.step for event in steps] == list(range(config.total_steps))
             for event in steps:
-                assert event["step"] in config.stages()[layout.place(event["rank"]).stage]
-    warm = sum(event["kind"] == "step" and event["sample"] < 0 for event in events)
+                assert event.step in config.stages()[layout.place(event.rank).stage]
+    warm = sum(event.kind == "step" and event.sample < 0 for event in events)
     replicas_at_work = layout.dp if layout.fsdp else min(layout.dp, config.num_samples)  # shards need all their ranks
     assert warm == config.warmup_samples * config.total_steps * replicas_at_work * layout.lockstep
     for rank in range(layout.world_size):
-        kinds = [event["kind"] for event in events if event["rank"] == rank]
+        kinds = [event.kind for event in events if event.rank == rank]
         assert kinds[0] == "start"
         assert kinds[-1] == "done"
         assert kinds.count("clock") == 1

@@ -14,7 +14,7 @@ from tests.distributed.conftest import launch_command
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.predict import rates
-from vdpp_core.runs import events, runfolder
+from vdpp_core.runs import events
 
 STOPPED_S = 4.0
 
@@ -24,13 +24,13 @@ def test_a_rank_that_is_stopped_for_seconds(tmp_path: Path, wait_until: Callable
     job = launch.start(config.replace(output_dir=tmp_path / "runs" / "stopped"))
 
     def rank_1() -> list[events.Event]:
-        return [event for event in runfolder.read_events(job.folder) if event["rank"] == 1]
+        return [event for event in job.run.events() if event.rank == 1]
 
-    wait_until(lambda: sum(event["kind"] == "sample" for event in rank_1()) >= 3, 90)
-    process = psutil.Process(rank_1()[0]["pid"])
+    wait_until(lambda: sum(event.kind == "sample" for event in rank_1()) >= 3, 90)
+    process = psutil.Process(rank_1()[0].pid)
     process.suspend()
     try:
-        stands = rank_1()[-1]["t"]
+        stands = rank_1()[-1].t
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 10)
         with pytest.raises(TimeoutError):
             job.wait(STOPPED_S)
@@ -38,7 +38,7 @@ def test_a_rank_that_is_stopped_for_seconds(tmp_path: Path, wait_until: Callable
         process.resume()
     result = job.wait(120)
     assert result["outcome"] == "ok"
-    after = next(event for event in rank_1() if event["t"] > stands + 1)
+    after = next(event for event in rank_1() if event.t > stands + 1)
     (line,) = [line for line in result["disturbed"] if line.startswith(("rank 1 ", "ranks 0, 1 "))]
     assert f"sample {after['sample']}" in line
     seconds = float(line.partition(" took ")[2].partition(" s ")[0])

@@ -18,7 +18,8 @@ import launch
 from tests.patience import result_of
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import files, processes, runfolder, saved_latents
+from vdpp_core.runs import files
+from vdpp_core.runs.run import Run
 
 SAMPLES = 6
 CONFIG = RunConfig(
@@ -38,13 +39,13 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -
     """The folder of an undisturbed run; of another layout, which gives the same bits."""
     job = launch.start(CONFIG.replace(output_dir=tmp_path_factory.mktemp("whole") / "run", parallel=Parallel()))
     assert job.wait(120)["outcome"] == "ok"
-    wait_until(lambda: not processes.launcher_alive(job.folder), 15)
+    wait_until(lambda: not job.run.launcher_alive(), 15)
     return job.folder
 
 
 @pytest.fixture(scope="module")
 def undisturbed(whole_run: Path) -> list[torch.Tensor]:
-    return [saved_latents.load_latents(whole_run, sample) for sample in range(SAMPLES)]
+    return [Run(whole_run).load_latents(sample) for sample in range(SAMPLES)]
 
 
 @pytest.fixture
@@ -59,16 +60,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def finished(folder: Path) -> int:
-    return sum(event["kind"] == "sample" for event in runfolder.read_events(folder))
+    return sum(event.kind == "sample" for event in Run(folder).events())
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
     """The ranks in their order, and the process that watches over them."""
-    starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
-    starts.sort(key=lambda event: event["rank"])
-    launcher = processes.read_launcher(folder)
+    starts = [event for event in Run(folder).events() if event.kind == "start"]
+    starts.sort(key=lambda event: event.rank)
+    launcher = Run(folder).launcher()
     assert launcher is not None
-    return [psutil.Process(facts["pid"]) for facts in [*starts, launcher]]
+    return [psutil.Process(pid) for pid in [*(start.pid for start in starts), launcher["pid"]]]
 
 
 def in_the_middle(folder: Path, wait_until: WaitUntil) -> list[psutil.Process]:
@@ -91,7 +92,7 @@ def assert_resumes(job: launch.Job, undisturbed: list[torch.Tensor]) -> None:
     assert result["resumed"] == {"attempt": 2, "samples_kept": len(kept)}
     assert kept == {path: path.stat().st_mtime_ns for path in kept}
     assert_whole(job.folder, undisturbed)
-    computed = {event["sample"] for event in runfolder.read_events(job.folder) if event["kind"] == "sample"}
+    computed = {event.sample for event in job.run.events() if event.kind == "sample"}
     assert computed == set(range(SAMPLES)) - {int(path.stem.partition("-")[2]) for path in kept}
     with pytest.raises(ConfigError, match="has all its samples"):
         job.resume()
@@ -114,7 +115,7 @@ def stop_rank(family: list[psutil.Process]) -> None:
     [
         (kill_rank, 1, "killed by SIGKILL"),
         (kill_agent, None, "the launcher was killed"),
-        (stop_rank, 1, "stalled: rank 1 is silent for"),
+        (stop_rank, 1, "stalled: rank 1 has been silent for"),
     ],
 )
 def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait_until: WaitUntil):
@@ -145,17 +146,17 @@ def test_a_full_disk(small_disk: Path, undisturbed, wait_until: WaitUntil):
     result = result_of(job, 15)
     assert result["outcome"] == "failed"
     assert result["failure"]["cause"].startswith("the disk is full: ")
-    assert result == runfolder.read_result(job.folder)
+    assert result == job.run.result()
     assert_none_is_left(family)
     for sample in range(result["samples_finished"]):
-        assert torch.equal(saved_latents.load_latents(job.folder, sample), undisturbed[sample])
+        assert torch.equal(job.run.load_latents(sample), undisturbed[sample])
     ballast.unlink()
     assert_resumes(job, undisturbed)
 
 
 def assert_whole(folder: Path, undisturbed: list[torch.Tensor]) -> None:
     for sample, latents in enumerate(undisturbed):
-        assert torch.equal(saved_latents.load_latents(folder, sample), latents), sample
+        assert torch.equal(Run(folder).load_latents(sample), latents), sample
 
 
 def test_two_runs_at_once_and_the_death_of_a_kernel_that_started_one(
@@ -187,7 +188,7 @@ launch.start(RunConfig.model_validate_json({CONFIG.replace(output_dir=tmp_path /
 def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, whole_run: Path, undisturbed):
     job = launch.Job(Path(shutil.copytree(whole_run, tmp_path / "run")))
     whole = job.result()
-    changed, cut, missing = (saved_latents.latents_path(job.folder, sample) for sample in (1, 2, 4))
+    changed, cut, missing = (job.run.latents_path(sample) for sample in (1, 2, 4))
     changed.write_bytes(changed.read_bytes()[:-4] + b"\0\0\0\0")
     cut.write_bytes(cut.read_bytes()[:100])
     missing.unlink()
@@ -199,7 +200,7 @@ def test_what_is_damaged_is_named_and_computed_again(tmp_path: Path, whole_run: 
     with pytest.warns(UserWarning, match=r"not trusted: .*result\.json"):
         again = job.result()
     assert (again["outcome"], again["makespan_s"]) == ("ok", whole["makespan_s"])
-    assert again["damaged"] == [f"events/rank-0.jsonl, line {n}, is no event and was skipped" for n in (21, 22)]
+    assert again["damaged"] == [f"events/rank-0.jsonl, line {n}, is not an event: skipped" for n in (21, 22)]
     with pytest.warns(UserWarning, match="computed again") as told:
         job.resume()
     named = [str(line.message).partition(": ")[0] for line in told if line.category is UserWarning]
@@ -216,7 +217,7 @@ def test_videos_are_made_of_samples_that_were_finished_before(tmp_path: Path):
     before = {path.name: path.read_bytes() for path in videos.iterdir()}
     for name in ("sample-000.mp4", "sample-001.gif"):
         (videos / name).unlink()
-    saved_latents.latents_path(job.folder, 2).unlink()
+    job.run.latents_path(2).unlink()
     for name in ("sample-002.mp4", "sample-002.gif", "sample-002.png", "contact-sheet.png"):
         (videos / name).unlink()
     assert job.resume().wait(120)["videos_written"] == 3
@@ -229,14 +230,12 @@ def test_what_cannot_be_resumed(tmp_path: Path, whole_run: Path):
     with pytest.raises(ConfigError, match="nothing is missing"):
         job.resume()
     config = RunConfig.read(job.folder)
-    saved_latents.latents_path(job.folder, 0).unlink()
+    job.run.latents_path(0).unlink()
     files.write_atomically(job.folder / "config.json", config.replace(save_latents=False).to_json())
-    with pytest.raises(ConfigError, match="kept no latents"):
+    with pytest.raises(ConfigError, match="saved no latents"):
         job.resume()
     files.write_atomically(job.folder / "config.json", config.replace(dtype="bf16").to_json())
-    with pytest.raises(
-        ConfigError, match=r"computed on cpu in float32; here it would be cpu in bfloat16: other latents"
-    ):
+    with pytest.raises(ConfigError, match=r"computed on cpu in float32; here, cpu in bfloat16 gives other latents"):
         job.resume()
     assert not (job.folder / "attempts").exists()
     assert job.status() == "ok"

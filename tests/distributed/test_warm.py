@@ -20,7 +20,6 @@ import torch
 import launch
 from launch import warm
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.runs import processes, runfolder, saved_latents
 
 pytestmark = pytest.mark.alone
 
@@ -43,7 +42,7 @@ def servers(kind: str = "server") -> list[psutil.Process]:
 
 
 def launcher_of(job: launch.Job) -> psutil.Process:
-    launcher = processes.read_launcher(job.folder)
+    launcher = job.run.launcher()
     assert launcher is not None
     return psutil.Process(launcher["pid"])
 
@@ -54,7 +53,7 @@ def log_of(job: launch.Job) -> str:
 
 def finish(job: launch.Job, wait_until: WaitUntil) -> None:
     assert job.wait(120)["outcome"] == "ok", log_of(job)
-    wait_until(lambda: not processes.launcher_alive(job.folder), 30)
+    wait_until(lambda: not job.run.launcher_alive(), 30)
 
 
 @pytest.fixture
@@ -92,10 +91,10 @@ def test_warm_ranks_are_as_cold_ones(
         config = RunConfig(total_steps=24, num_samples=3, num_frames=3, save_latents=True, parallel=Parallel(pp=2))
         job = launch.start(config.replace(output_dir=Path(way) / "a run"))
         launcher = launcher_of(job)
-        wait_until(lambda job=job: sum(each["kind"] == "sample" for each in runfolder.read_events(job.folder)), 120)
-        starts = [event for event in runfolder.read_events(job.folder) if event["kind"] == "start"]
-        starts.sort(key=lambda event: event["rank"])
-        ranks = [psutil.Process(start["pid"]) for start in starts]
+        wait_until(lambda job=job: sum(each.kind == "sample" for each in job.run.events()), 120)
+        starts = [event for event in job.run.events() if event.kind == "start"]
+        starts.sort(key=lambda event: event.rank)
+        ranks = [psutil.Process(start.pid) for start in starts]
         assert launcher.cmdline() == [sys.executable, "-m", "launch.supervisor", str(job.folder)]
         assert [rank.cmdline() for rank in ranks] == [[sys.executable, "-m", "vdpp_core", "run", str(job.folder)]] * 2
         assert [rank.parent() for rank in ranks] == [launcher] * 2
@@ -108,7 +107,7 @@ def test_warm_ranks_are_as_cold_ones(
         finish(job, wait_until)
         assert ("cold start: VDPP_COLD is set" in log_of(job)) == (way == "cold")
         assert (doubles / f"{ranks[0].pid}.jsonl").exists()
-        latents[way] = [saved_latents.load_latents(job.folder, sample) for sample in range(3)]
+        latents[way] = [job.run.load_latents(sample) for sample in range(3)]
     assert looks["warm"] == looks["cold"]
     assert all(map(torch.equal, latents["warm"], latents["cold"]))
 
@@ -116,7 +115,7 @@ def test_warm_ranks_are_as_cold_ones(
 def test_who_forks_has_one_thread(tmp_path: Path, server: psutil.Process, wait_until: WaitUntil):
     job = launch.start(SHORT.replace(output_dir=tmp_path / "run", num_samples=5_000, total_steps=400))
     try:
-        wait_until(lambda: runfolder.read_events(job.folder), 60)
+        wait_until(lambda: job.run.events(), 60)
         (nursery,) = servers("nursery")
         assert nursery.parent() == launcher_of(job)
         assert (server.num_threads(), nursery.num_threads()) == (1, 1)
@@ -154,7 +153,7 @@ def test_a_killed_server_is_replaced_by_one_however_many_start(
 
 def test_a_run_outlives_the_server(tmp_path: Path, server: psutil.Process, wait_until: WaitUntil):
     job = launch.start(SHORT.replace(output_dir=tmp_path / "run", num_samples=300))
-    wait_until(lambda: runfolder.read_events(job.folder), 60)
+    wait_until(lambda: job.run.events(), 60)
     server.kill()
     finish(job, wait_until)
 
@@ -227,7 +226,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
     finish(job, wait_until)
     assert "not forked from the server: timed out" in log_of(job)
     wait_until(lambda: server.children() == [], 15)
-    assert len([event for event in runfolder.read_events(job.folder) if event["kind"] == "start"]) == 1
+    assert len([event for event in job.run.events() if event.kind == "start"]) == 1
 
 
 def test_a_fork_takes_on_what_a_child_inherits(tmp_path: Path):

@@ -31,8 +31,8 @@ from vdpp_core.config.execution import resolve
 from vdpp_core.parallel import devices
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import communicators, memory, published
-from vdpp_core.runs import files, machine, runfolder
-from vdpp_core.runs.events import Event
+from vdpp_core.runs import files, machine
+from vdpp_core.runs.kinds import Event
 
 Row = dict[str, Any]
 
@@ -138,7 +138,7 @@ def row(config: RunConfig, result: dict[str, Any], events: Sequence[Event], expe
     """
     facts: list[dict[str, float]] = result["memory_per_rank"]
     full: dict[str, Any] = (result.get("failure") or {}).get("oom") or {}
-    steps = [event["seconds"] for event in events if event["kind"] == "step" and event["sample"] >= 0]
+    steps = [event.seconds for event in events if event.kind == "step" and event.sample >= 0]
     contexts = [fact["device_used_gb"] - fact["reserved_gb"] for fact in facts if "device_used_gb" in fact]
     predicted, measured = memory.predict(config).total / 1e9, result["max_peak_memory_gb"]
     known = published(config) or {}
@@ -174,7 +174,7 @@ def measure(sweep: launch.Sweep) -> list[Row]:
         for job in sweep.jobs:
             config = RunConfig.read(job.folder)
             expected = expectation(config)  # meanwhile the run is under way
-            rows.append(row(config, job.wait(), runfolder.read_events(job.folder), expected))
+            rows.append(row(config, job.wait(), job.run.events(), expected))
             print(f"{len(rows)}/{len(sweep.runs)} {time.monotonic() - began:4.0f} s  {_line(rows[-1])}", flush=True)
         sweep.wait()
     except BaseException:
@@ -300,7 +300,7 @@ def _latents(published_row: Row) -> tuple[int, ...]:
 
 
 def _shape(config: RunConfig) -> str:
-    return " × ".join(map(str, config.shape[2:]))
+    return config.size_text
 
 
 def _what(one: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.fields import EXAMPLE_IMAGE
+from vdpp_core.runs.kinds import Event, parse
 
 FIELDS = list(RunConfig.model_fields)
 NUMBERS = ["0", "1", "2", "3", "4", "16", "-1", "4096", "4097", "1.5", "-0", "+1", "1_0", "٣", "²", "0x10", "1e3"]
@@ -62,6 +64,15 @@ _scalars = st.one_of(
     st.text(max_size=20),
     st.sampled_from(NASTY),
 )
+
+
+def as_event(facts: dict[str, Any]) -> Event:
+    """The event that a rank would write as this object."""
+    event = parse(json.dumps(facts).encode())
+    assert event is not None, facts
+    return event
+
+
 json_like = st.recursive(
     _scalars,
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=9), inner, max_size=3),

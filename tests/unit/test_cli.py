@@ -13,6 +13,7 @@ from vdpp_core.cli import main as cli
 from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.engine import worker
 from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 
 def parse(line, ranks=1):
@@ -190,8 +191,8 @@ def run_prepared(folder, capsys):
 def test_a_run_folder_for_other_ranks_is_left_as_it_is(tmp_path, capsys):
     folder = runfolder.create(RunConfig(command="simulate", output_dir=tmp_path / "run").for_ranks(2))
     run_prepared(folder, capsys)
-    assert runfolder.read_result(folder) is None
-    assert runfolder.read_events(folder) == []
+    assert Run(folder).result() is None
+    assert Run(folder).events() == []
 
 
 def test_a_run_folder_is_run_once(tmp_path, capsys):

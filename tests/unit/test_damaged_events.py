@@ -13,6 +13,7 @@ import launch.__main__
 from tests.unit.inputs import json_like
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.runs import machine, progress, results, runfolder
+from vdpp_core.runs.run import Run
 
 KINDS = ["start", "loaded", "predicted", "warm", "clock", "take", "step", "send", "sample", "pad", "done", "error"]
 KINDS += ["terminated", "decode", "chunk", "video", "comparing", "official", "else"]
@@ -49,8 +50,8 @@ def test_a_run_with_damaged_events_can_be_looked_at(tmp_path, monkeypatch):
         config = RunConfig(command="simulate", parallel=Parallel(), output_dir=Path("runs/run"))
         folder = runfolder.create(config)
         (folder / "events" / "rank-0.jsonl").write_bytes(b"\n".join(written))
-        progress.progress(folder)
-        results.summarise(folder)
+        progress.progress(Run(folder))
+        results.summarise(Run(folder))
         launch.__main__.main(["status", "run"])
 
     each()

@@ -6,7 +6,7 @@ import torch
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.config.fields import MODELS
 from vdpp_core.engine import worker
-from vdpp_core.runs import runfolder, saved_latents
+from vdpp_core.runs.run import Run
 
 SMALL = {"total_steps": 4, "num_frames": 5}
 
@@ -25,7 +25,7 @@ def generate(tmp_path):
 def assert_official(folder, official):
     config = RunConfig.read(folder)
     for sample in range(config.num_samples):
-        latents = saved_latents.load_latents(folder, sample)
+        latents = Run(folder).load_latents(sample)
         assert latents.shape == config.shape
         assert torch.isfinite(latents).all()
         assert torch.equal(latents, official(config, sample)), f"sample {sample}"
@@ -89,14 +89,14 @@ def test_two_images_one_after_the_other(generate, official, other_image):
     first, second, again = generate(**SMALL), generate(image=other_image, **SMALL), generate(**SMALL)
     for folder in (first, second, again):
         assert_official(folder, official)
-    one, other = (saved_latents.load_latents(folder, 0) for folder in (first, second))
+    one, other = (Run(folder).load_latents(0) for folder in (first, second))
     assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("changed", [{"fps": 12}, {"motion_bucket_id": 255}, {"guidance_scale": 1.0}, {"seed": 1}])
 def test_what_the_model_is_told_matters(changed, generate):
     """So that the comparisons above compare something."""
-    plain, other = (saved_latents.load_latents(generate(**SMALL, **more), 0) for more in ({}, changed))
+    plain, other = (Run(generate(**SMALL, **more)).load_latents(0) for more in ({}, changed))
     assert (plain - other).abs().max() > 1e-3
 
 
@@ -112,15 +112,15 @@ def test_what_the_model_is_told_matters(changed, generate):
 )
 def test_memory_options_reorder_sums_only(arguments, generate, official):
     folder = generate(**SMALL | arguments)
-    ours, theirs = saved_latents.load_latents(folder, 0), official(RunConfig.read(folder), 0)
+    ours, theirs = Run(folder).load_latents(0), official(RunConfig.read(folder), 0)
     assert ((ours - theirs).abs().max() / theirs.abs().max()).item() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision(dtype, generate, official):
     folder = generate(dtype=dtype, num_samples=2, total_steps=2, num_frames=3)  # fp16 is slow on a CPU
-    assert saved_latents.load_latents(folder, 0).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    assert runfolder.read_result(folder)["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    assert Run(folder).load_latents(0).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert Run(folder).result()["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}[dtype]
     assert_official(folder, official)
 
 
@@ -134,7 +134,7 @@ def test_the_tiny_model_is_an_ordinary_small_pipeline():
 def test_random_weights_are_the_same_every_time(tmp_path):
     def latents(name):
         config = RunConfig(random_weights=True, threads=1, save_latents=True, output_dir=tmp_path / name, **SMALL)
-        return saved_latents.load_latents(worker.run(config), 0)
+        return Run(worker.run(config)).load_latents(0)
 
     first = latents("first")
     torch.manual_seed(123)
@@ -147,7 +147,7 @@ def test_random_weights_are_the_same_every_time(tmp_path):
 def test_what_a_run_in_a_notebook_leaves_behind(generate):
     threads = torch.get_num_threads()
     folder = generate(**SMALL)
-    result = runfolder.read_result(folder)
+    result = Run(folder).result()
     assert (result["outcome"], result["samples_finished"], result["threads_per_rank"]) == ("ok", 1, [1])
     assert not torch.distributed.is_initialized()
     assert torch.get_num_threads() == threads

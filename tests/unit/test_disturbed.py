@@ -7,12 +7,14 @@ from collections import defaultdict
 
 import pytest
 
+from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.cli import show
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.engine import worker
-from vdpp_core.runs import disturbed, other_runs, runfolder
+from vdpp_core.runs import disturbed, other_runs
+from vdpp_core.runs.run import Run
 
 CORES = 64
 START = {"threads": 1, "device": "cpu", "dtype": "float32", "backend": "gloo", "pid": 1, "created": 0.0, "host": "here"}
@@ -123,7 +125,7 @@ class Rehearsal:
             self.write(rank, "send", sample=sample, seconds=self.t[rank] - began)
 
     def events(self):
-        return sorted((event for log in self.logs.values() for event in log), key=lambda event: event["t"])
+        return sorted((as_event(event) for log in self.logs.values() for event in log), key=lambda event: event.t)
 
     def reasons(self, cores=CORES):
         return disturbed.reasons(self.config, self.events(), cores)
@@ -220,7 +222,7 @@ def test_of_many_disturbances_the_longest_are_told():
     stops = [([0], 100.5 + 5 * number, 2.5 + number / 10) for number in range(6)]
     lines = Rehearsal(Parallel(), samples=40, steps=4, stops=stops).reasons()
     assert [line.split(" took ")[1].partition(" ")[0] for line in lines[:3]] == ["3.1", "3.0", "2.9"]
-    assert lines[3:] == ["and 3 more like these, 8 s together"]
+    assert lines[3:] == ["and 3 more like these, 8 s in total"]
 
 
 def around(run, **facts):
@@ -236,22 +238,22 @@ def test_a_machine_that_slept():
     """The clock of all events stands still while it does, so nothing else tells."""
     assert around(Rehearsal(Parallel(pp=2)), asleep_s=(5000.0, 5000.01)).reasons() == []
     assert around(Rehearsal(Parallel(pp=2)), asleep_s=(-3.2, 60.0)).reasons() == [
-        "the machine slept for 63 s while it ran"
+        "the machine slept for 63 s during the run"
     ]
     two = around(Rehearsal(Parallel(pp=2)), asleep_s=(0.0, 63.0))
     for event in two.logs[1]:
         event |= {"start": {"host": "there"}, "clock": {"asleep_s": 7.0}, "done": {"asleep_s": 7.0}}.get(
             event["kind"], {}
         )
-    assert two.reasons() == ["here slept for 63 s while it ran"]
+    assert two.reasons() == ["here slept for 63 s during the run"]
 
 
 @pytest.mark.parametrize(
     ("seen", "lines"),
     [
         ((0, 0), []),
-        ((1, 1), ["1 rank of another run was at work on its cores"]),
-        ((0, 3), ["3 ranks of other runs were at work on its cores"]),
+        ((1, 1), ["1 rank of another run used the same cores"]),
+        ((0, 3), ["3 ranks of other runs used the same cores"]),
     ],
 )
 def test_ranks_of_other_runs(seen, lines):
@@ -261,7 +263,7 @@ def test_ranks_of_other_runs(seen, lines):
     result = {"disturbed": lines, "other_ranks_at_work": max(seen)}
     assert disturbed.unfit(result) is None  # such times stay as they are as long as the others are there
     slept = around(run, asleep_s=(0.0, 9.0))
-    assert disturbed.unfit(result | {"disturbed": slept.reasons()}) == "the machine slept for 9 s while it ran"
+    assert disturbed.unfit(result | {"disturbed": slept.reasons()}) == "the machine slept for 9 s during the run"
 
 
 def test_an_old_folder_says_what_its_steps_say():
@@ -288,12 +290,12 @@ def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch
 
 
 def test_a_run_says_who_was_at_work_beside_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(other_runs, "ranks_at_work", lambda: 3)
+    monkeypatch.setattr(other_runs, "busy_ranks", lambda: 3)
     folder = worker.run(RunConfig(model="dummy", device="cpu", total_steps=2, output_dir=tmp_path / "run"))
-    result = runfolder.read_result(folder)
-    assert result["disturbed"][-1] == "3 ranks of other runs were at work on its cores"
+    result = Run(folder).result()
+    assert result["disturbed"][-1] == "3 ranks of other runs used the same cores"
     assert result["other_ranks_at_work"] == 3
     show.run(folder, as_json=False)
     assert capsys.readouterr().err.splitlines()[-1] == f"warning: disturbed: {result['disturbed'][-1]}"
-    slept = [event["asleep_s"] for event in runfolder.read_events(folder) if event["kind"] in ("clock", "done")]
+    slept = [event.asleep_s for event in Run(folder).events() if event.kind in ("clock", "done")]
     assert slept[1] == pytest.approx(slept[0], abs=0.1)

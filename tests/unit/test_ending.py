@@ -16,6 +16,7 @@ from launch.job import Job
 from vdpp_core import RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.runs import files, processes, results, runfolder
+from vdpp_core.runs.run import Run
 
 Start = Callable[..., psutil.Process]
 SLEEPS = "import time; print(flush=True); time.sleep(600)"
@@ -124,7 +125,7 @@ def test_looking_at_a_run_without_a_whole_configuration(content: str | None, tmp
     folder = runfolder.create(RunConfig(model="dummy", output_dir=tmp_path / "runs" / "run").for_ranks(1))
     processes.write_launcher(folder, os.getpid())
     for each in (whole, folder):
-        results.settle(each, reason="stopped")
+        results.settle(Run(each), reason="stopped")
     (folder / "config.json").unlink()
     if content is not None:
         (folder / "config.json").write_text(content)

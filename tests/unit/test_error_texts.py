@@ -19,6 +19,7 @@ from vdpp_core.engine.limits import Device, OutOfMemoryError
 from vdpp_core.parallel.devices import GIB, is_out_of_memory
 from vdpp_core.parallel.world import LostRankError, communication
 from vdpp_core.runs import results, runfolder
+from vdpp_core.runs.run import Run
 
 MIB = 2**20
 ASYNCHRONOUS = (
@@ -202,7 +203,7 @@ def test_the_system_s_lack_of_memory_ends_a_run_as_any(tmp_path: Path, monkeypat
     monkeypatch.setattr(worker._Rank, "_work", full)
     with pytest.raises(OutOfMemoryError):
         worker.run(RunConfig(command="simulate", output_dir=tmp_path / "run"))
-    result = runfolder.read_result(tmp_path / "run")
+    result = Run(tmp_path / "run").result()
     assert result is not None
     assert result["outcome"] == "oom"
 
@@ -219,7 +220,7 @@ def ends(folder: Path, write_events: Any, *errors: BaseException) -> dict[str, A
     runfolder.create(RunConfig(total_steps=4, parallel=Parallel(pp=2), output_dir=folder))
     for rank, error in enumerate(errors):
         write_events(folder, rank, (100.0 + rank, "error", last_words(error, peer=1 - rank)))
-    return results.settle(folder)
+    return results.settle(Run(folder))
 
 
 @pytest.mark.parametrize("case", FULL, ids=words)

@@ -27,7 +27,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     def fail(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(files.FullDiskError, match=r"the disk is full: a\.png could not be written, .* MB are free"):
+    with pytest.raises(files.FullDiskError, match=r"the disk is full: a\.png could not be written, .* MB free"):
         files.write_whole(tmp_path / "a.png", fail)
 
 

@@ -29,6 +29,7 @@ from vdpp_core.config.steps import split
 from vdpp_core.lessons import sizing
 from vdpp_core.predict import planner, published, rates, schedule
 from vdpp_core.runs import machine, results
+from vdpp_core.runs.run import Run
 
 LONGEST = 700  # characters of a line
 SAME_EVERY_TIME = settings(
@@ -73,7 +74,7 @@ def chosen_and_assigned(names: list[str], assignments: list[str], update_figures
 
 def ended_at_once(folders: list[Path], **_: Any) -> None:
     for folder in folders:
-        results.settle(folder, reason="stopped")
+        results.settle(Run(folder), reason="stopped")
 
 
 def fresh(place: Path) -> None:
@@ -225,7 +226,7 @@ PLAN = "plan --gpus 2 --model tiny --tflops 1 "
         (PLAN + "--num-samples 100000", "--num-samples 100000: must be at most 10000 in a plan"),
         (PLAN + "--latent-shape 99999 4 99999 99999 99999", "--latent-shape 99999 4 99999 99999 99999: is too large"),
         ("plan --gpus " + "9" * 5000, "--gpus 999"),
-        ("peers --dp=", "--dp '': not here"),
+        ("peers --dp=", "--dp '': not with peers"),
         ("simulate --device=", "--device '': "),
         ("simulate --seed \x1b[31m", r"--seed \x1b[31m: "),
     ],

@@ -328,7 +328,7 @@ def test_runs_of_the_clone_are_kept_at_its_top(monkeypatch):
 def before_start(monkeypatch, cores, at_work, **arguments):
     for module in (execution, checks):
         monkeypatch.setattr(module, "cores", lambda: cores)
-    monkeypatch.setattr(other_runs, "ranks_at_work", lambda: at_work)
+    monkeypatch.setattr(other_runs, "busy_ranks", lambda: at_work)
     config = RunConfig(device="cpu", **arguments)
     return checks.before_start(config, execution.resolve(config, config.layout.world_size))
 
@@ -377,9 +377,9 @@ def test_a_rank_does_not_count_those_of_its_own_run(monkeypatch):
         for name, value in one.items():
             monkeypatch.setenv(name, value)
         assert [process.pid for process in family if other_runs._is_in_company(process)] == [other.pid, alone.pid]
-        assert other_runs.ranks_at_work() == 2
+        assert other_runs.busy_ranks() == 2
         monkeypatch.delenv("MASTER_PORT")  # a process that torchrun did not start has no siblings
-        assert other_runs.ranks_at_work() == 3
+        assert other_runs.busy_ranks() == 3
 
 
 def test_a_rank_on_other_cores_is_in_nobodys_way(monkeypatch):
@@ -400,7 +400,7 @@ def test_a_rank_on_other_cores_is_in_nobodys_way(monkeypatch):
 )
 def test_ranks_are_in_the_way_where_cores_do_not_suffice(monkeypatch, cores, at_work, arguments, in_the_way):
     monkeypatch.setattr(execution, "cores", lambda: cores)
-    monkeypatch.setattr(other_runs, "ranks_at_work", lambda: at_work)
+    monkeypatch.setattr(other_runs, "busy_ranks", lambda: at_work)
     assert other_runs.in_the_way(execution.resolve(RunConfig(**arguments), local_ranks=2)) == in_the_way
 
 

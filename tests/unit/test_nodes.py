@@ -22,6 +22,7 @@ from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.runs import files, origin, processes, results, resuming, runfolder, stalls
+from vdpp_core.runs.run import Run
 
 JOB = sys.modules["launch.job"]
 HERE = socket.gethostname()
@@ -102,15 +103,15 @@ def test_a_machine_joins_a_run_that_was_taken_up_for_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(JOB, "launch", lambda folders, **_: launched.append(folders))
     monkeypatch.setattr(Nodes, "address", property(lambda _: ("10.77.0.2", False)))  # towards the endpoint
     folder = runfolder.create(RunConfig(**SHORT, save_latents=True, output_dir=tmp_path / "run").for_ranks(2))
-    results.settle(folder, reason="stopped")
+    results.settle(Run(folder), reason="stopped")
     job, nodes = Job(folder), Nodes(2, 1, "10.77.0.1:29400", "run")
     with pytest.raises(ConfigError, match="was not taken up at the endpoint"):
         job.resume(nodes)
-    resuming.begin_again(folder)
+    resuming.begin(Run(folder))
     with pytest.raises(ConfigError, match="goes on"):  # on one machine alone
         job.resume(nodes)
-    results.settle(folder, reason="stopped")
-    resuming.begin_again(folder, asdict(nodes))
+    results.settle(Run(folder), reason="stopped")
+    resuming.begin(Run(folder), asdict(nodes))
     (folder / "job-another.json").touch()
     with pytest.raises(ConfigError, match="goes on"):  # on others
         job.resume(replace(nodes, run_id="another"))
@@ -132,7 +133,7 @@ def test_a_machine_does_not_join_with_other_samples(tmp_path: Path, monkeypatch:
     config = RunConfig(**SHORT, save_latents=True, output_dir=tmp_path / "run").for_ranks(2)
     folder = runfolder.create(config)
     origin.begin(folder, config, resolve(config))
-    results.settle(folder, reason="stopped")
+    results.settle(Run(folder), reason="stopped")
     files.write_atomically(folder / "config.json", config.replace(total_steps=3, seed=1).to_json())
     with pytest.raises(ConfigError, match=r"run run: (seed|total_steps) was .* when its samples were made"):
         Job(folder).resume(Nodes(2, 1, "10.77.0.1:29400", "run"))
@@ -153,7 +154,7 @@ def test_other_machines_have_a_moment_to_leave(age_s: float, waits: bool, tmp_pa
     folder = runfolder.create(RunConfig(**SHORT, save_latents=True, output_dir=tmp_path / "run").for_ranks(2))
     launcher = {"pid": 1, "created": 0.0, "host": "another"}
     (folder / "job-another.json").write_text(json.dumps(launcher))
-    results.settle(folder, reason="stopped")
+    results.settle(Run(folder), reason="stopped")
     os.utime(folder / "result.json", (time.time() - age_s,) * 2)
     if waits:
         with pytest.raises(ConfigError, match="is watched over"):
@@ -189,7 +190,7 @@ def test_the_first_machine_makes_a_shared_folder_and_others_find_it(tmp_path: Pa
         runfolder.join(config)
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     assert runfolder.join(config) == folder
-    assert processes.launcher_alive(folder)  # nothing is known of the other machine's
+    assert Run(folder).launcher_alive()  # nothing is known of the other machine's
     for changed, name in ((config.replace(seed=7), "seed"), (config.replace(parallel=Parallel(dp=2)), "dp")):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: f"of another {name}")
         with pytest.raises(ConfigError, match="the machine that came first") as refused:
@@ -249,13 +250,13 @@ def test_who_waits_for_another_machine(
         start = START | {"host": HERE}
         take = {"sample": facts.get("sample", 0)}
         write_events(folder, rank, (0.0, "start", start), (1.0, "take", take), (2.0, kind, {"seconds": 0.0} | facts))
-    named = stalls.unheard(folder, 7.0)
+    named = stalls.awaited(Run(folder), 7.0)
     assert named.keys() == blamed.keys()
     for rank, words in named.items():
         assert "nothing was heard of it for 7 s" in words
         assert blamed[rank] in words
-    assert stalls.unheard(folder, 7.0, surely=True).keys() <= set(range(parallel.world_size)) - {last[0][0]}
-    assert stalls.unheard(folder, 7.0, surely=True)
+    assert stalls.awaited(Run(folder), 7.0, certain=True).keys() <= set(range(parallel.world_size)) - {last[0][0]}
+    assert stalls.awaited(Run(folder), 7.0, certain=True)
 
 
 def test_clocks_of_machines_may_differ(tmp_path: Path, write_events):
@@ -267,7 +268,7 @@ def test_clocks_of_machines_may_differ(tmp_path: Path, write_events):
         start = START | {"host": f"machine-{rank}"}
         more = [(ahead + 4.0, "sample", {"sample": 0})] * rank
         write_events(folder, rank, (ahead - 1, "start", start), (ahead, "clock", {}), *steps, *more)
-    spans = results.measured_spans(runfolder.read_events(folder))
+    spans = results.measured_spans(Run(folder).events())
     assert [(span.rank, span.start, span.end) for span in spans] == [(0, 0.0, 2.0), (1, 2.0, 4.0)]
 
 
@@ -286,7 +287,8 @@ def test_no_machine_is_given_up_for_the_time_in_which_this_one_stood_still(freez
         looks += 1
         return bool(given_up) or looks > 100
 
-    monkeypatch.setattr("launch.machines.coordinator.time.monotonic", lambda: t)
+    monkeypatch.setattr("launch.machines.coordinator.now", lambda: t)
+    monkeypatch.setattr(stalls, "now", lambda: t)
     monkeypatch.setattr(others.over, "wait", wait)
     monkeypatch.setattr(others, "end_here", lambda _: given_up.append(looks))
     others._act()

@@ -13,6 +13,7 @@ from vdpp_core.config.fields import MODELS
 from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import worker
 from vdpp_core.runs import files, origin, results, resuming, runfolder, saved_latents
+from vdpp_core.runs.run import Run
 
 DUMMY = {"model": "dummy", "total_steps": 4, "num_samples": 3, "latent_shape": (1, 4, 2, 8, 8), "threads": 1}
 
@@ -33,7 +34,7 @@ def everything_in(folder):
 def assert_refused(folder, words):
     before = everything_in(folder)
     with pytest.raises(ConfigError, match=words) as refused:
-        resuming.begin_again(folder)
+        resuming.begin(Run(folder))
     assert str(refused.value).startswith(f"run {folder.name}: ")
     assert "\n" not in str(refused.value)
     assert everything_in(folder) == before
@@ -50,41 +51,41 @@ def whole(tmp_path_factory):
 def stopped(whole, tmp_path):
     """The same, as if it had been stopped after two samples."""
     folder = shutil.copytree(whole, tmp_path / "run")
-    saved_latents.latents_path(folder, 2).unlink()
+    Run(folder).latents_path(2).unlink()
     (folder / "result.json").unlink()
-    results.write(folder, "stopped")
+    results.write(Run(folder), "stopped")
     return folder
 
 
 def go_on(folder):
     """What `launch resume` has a rank do."""
-    worker.execute(folder, worker.Ranks(0, 1, 0, 1, under_torchrun=False), monitored=False)
+    worker.execute(Run(folder), worker.Ranks(0, 1, 0, 1, under_torchrun=False), monitored=False)
 
 
 def test_a_resumed_run_keeps_what_was_made_from_the_same(stopped, whole):
-    assert resuming.begin_again(stopped) == []
-    work = resuming.work(stopped, RunConfig.read(stopped))
+    assert resuming.begin(Run(stopped)) == []
+    work = Run(stopped).work
     assert (list(work.kept), list(work.latents)) == ([0, 1], [2])
     go_on(stopped)
     for sample in range(3):
-        assert (
-            saved_latents.latents_path(stopped, sample).read_bytes()
-            == saved_latents.latents_path(whole, sample).read_bytes()
-        )
+        assert Run(stopped).latents_path(sample).read_bytes() == Run(whole).latents_path(sample).read_bytes()
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"total_steps": 3}, "total_steps was 4 when its samples were made, config.json now says 3: restore it, or"),
+        (
+            {"total_steps": 3},
+            "total_steps was 4 when its samples were made and is 3 in config.json now: restore it",
+        ),
         ({"seed": 5}, "seed was 0 when"),
-        ({"guidance_scale": 2.5}, r"guidance_scale was 3\.0 when .* now says 2\.5"),
+        ({"guidance_scale": 2.5}, r"guidance_scale was 3\.0 when .* and is 2\.5 in"),
         ({"fps": 9}, "fps was 7"),
         ({"latent_shape": (1, 4, 3, 8, 8)}, r"shape was \[1, 4, 2, 8, 8\] when"),
         ({"parallel": Parallel(cfg=2)}, "cfg was 1"),
         ({"model": "tiny", "random_weights": True}, "random_weights was False"),
         ({"guidance_mode": "sequential"}, "guidance_mode was batched"),
-        ({"dtype": "bf16"}, "was computed on cpu in float32; here it would be cpu in bfloat16: other latents"),
+        ({"dtype": "bf16"}, "was computed on cpu in float32; here, cpu in bfloat16 gives other latents"),
     ],
 )
 def test_an_edited_configuration_is_refused(changes, words, stopped):
@@ -111,9 +112,9 @@ def test_what_changes_no_bit_may_change(changes, stopped):
         files.write_atomically(stopped / "config.json", config.to_json())
     else:
         edit(stopped, **changes)
-    assert resuming.begin_again(stopped) == []
+    assert resuming.begin(Run(stopped)) == []
     config = RunConfig.read(stopped)
-    work = resuming.work(stopped, config)
+    work = Run(stopped).work
     assert (list(work.kept), work.latents[0], config.threads) == ([0, 1], 2, 1)
 
 
@@ -134,10 +135,10 @@ def test_a_setting_that_a_record_does_not_know_had_its_default(stopped):
     older = record.model_copy(update={"samples": record.samples.model_copy(update={"settings": settings})})
     origin.write(stopped, older)
     for sample in range(2):
-        saved_latents.save_latents(stopped, sample, saved_latents.load_latents(stopped, sample), older.digest)
+        Run(stopped).save_latents(sample, Run(stopped).load_latents(sample), older.digest)
     assert origin.read(stopped).digest == older.digest != record.digest
-    assert resuming.begin_again(stopped) == []
-    assert list(resuming.work(stopped, RunConfig.read(stopped)).kept) == [0, 1]
+    assert resuming.begin(Run(stopped)) == []
+    assert list(Run(stopped).work.kept) == [0, 1]
 
 
 @pytest.fixture
@@ -150,8 +151,8 @@ def of_an_image(tmp_path):
     config = config.for_ranks(1)
     folder = runfolder.create(config)
     record = origin.begin(folder, config, resolve(config))
-    saved_latents.save_latents(folder, 0, torch.zeros(config.shape), record.digest)
-    results.settle(folder, reason="stopped")
+    Run(folder).save_latents(0, torch.zeros(config.shape), record.digest)
+    results.settle(Run(folder), reason="stopped")
     return folder, image, model
 
 
@@ -159,28 +160,28 @@ def test_another_image_in_its_place_is_refused(of_an_image, tmp_path):
     folder, image, _ = of_an_image
     content = image.read_bytes()
     Image.new("RGB", (16, 16), "blue").save(image)
-    assert_refused(folder, r"image .*photo\.png is another file than the one its samples were made from: restore it")
+    assert_refused(folder, r"image .*photo\.png is not the file that its samples were made from: restore it")
     (tmp_path / "elsewhere.png").write_bytes(content)
     edit(folder, image=tmp_path / "elsewhere.png")
-    assert resuming.begin_again(folder) == []  # it is the content that counts
+    assert resuming.begin(Run(folder)) == []  # it is the content that counts
 
 
 def test_an_image_that_is_gone_is_refused(of_an_image):
     folder, image, _ = of_an_image
     image.unlink()
-    with pytest.raises(ConfigError, match=r"photo\.png: must be read, samples are made from it \(No such file"):
-        resuming.begin_again(folder)
+    with pytest.raises(ConfigError, match=r"photo\.png: must be readable: samples are made from it \(No such file"):
+        resuming.begin(Run(folder))
     assert not (folder / "attempts").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("unet/diffusion_pytorch_model.safetensors", b"other", "was changed since its samples were made"),
-        ("image_encoder/model.safetensors", b"other", "was changed"),
-        ("scheduler/scheduler_config.json", b"{}", "was changed"),
-        ("vae/diffusion_pytorch_model.safetensors", None, "is missing"),
-        ("unet/more.safetensors", b"more", "was added"),
+        ("unet/diffusion_pytorch_model.safetensors", b"other", "has changed since its samples were made"),
+        ("image_encoder/model.safetensors", b"other", "has changed since"),
+        ("scheduler/scheduler_config.json", b"{}", "has changed since"),
+        ("vae/diffusion_pytorch_model.safetensors", None, "has disappeared since"),
+        ("unet/more.safetensors", b"more", "has been added since"),
     ],
 )
 def test_another_file_of_the_model_is_refused(name, content, words, of_an_image):
@@ -196,7 +197,7 @@ def test_another_file_of_the_model_is_refused(name, content, words, of_an_image)
 def test_a_file_that_a_run_does_not_read_does_not_count(name, of_an_image):
     folder, _, model = of_an_image
     (model / name).write_bytes(b"something")
-    assert resuming.begin_again(folder) == []
+    assert resuming.begin(Run(folder)) == []
 
 
 def test_a_model_may_move_but_is_not_replaced_by_another(of_an_image, tmp_path, several_files):
@@ -205,7 +206,7 @@ def test_a_model_may_move_but_is_not_replaced_by_another(of_an_image, tmp_path, 
     assert origin.read(folder).samples.source == str(model)
     origin.check(origin.read(folder), of(RunConfig.read(folder)), "run")
     edit(folder, model_id=several_files)
-    assert_refused(folder, "model was .*/model when its samples were made, .*/several-files is another one: restore")
+    assert_refused(folder, "model was .*/model when its samples were made and is .*/several-files now: restore")
 
 
 def test_a_hub_model_counts_by_its_revision(monkeypatch):
@@ -217,48 +218,48 @@ def test_a_hub_model_counts_by_its_revision(monkeypatch):
     config = RunConfig(model_id="somebody/some-svd").for_ranks(1)
     before, now = of(config), of(config)
     assert before.samples.model == {"revision": "aaaa"}
-    with pytest.raises(ConfigError, match="run one: model somebody/some-svd was at revision aaaa, and is now at bbbb"):
+    with pytest.raises(ConfigError, match="run one: model somebody/some-svd was at revision aaaa and is at bbbb now"):
         origin.check(before, now, "one")
 
 
 def test_samples_without_a_record_are_computed_again(stopped):
     """As in a folder of an older version: nobody knows what they were made from."""
     (stopped / origin.FILE).unlink()
-    old = saved_latents.latents_path(stopped, 0).read_bytes()
+    old = Run(stopped).latents_path(0).read_bytes()
     edit(stopped, total_steps=3)
-    [line] = resuming.begin_again(stopped)
+    [line] = resuming.begin(Run(stopped))
     assert line == "run has no record of what its samples were made from; all are computed again"
-    work = resuming.work(stopped, RunConfig.read(stopped))
+    work = Run(stopped).work
     assert (list(work.kept), list(work.latents)) == ([], [0, 1, 2])
-    assert not saved_latents.latents_path(
-        stopped, 0
-    ).exists()  # another resume must not take it for one of the new ones
+    assert not Run(stopped).latents_path(0).exists()  # another resume must not take it for one of the new ones
     assert (stopped / "attempts" / "1" / "latents" / "sample-000.safetensors").read_bytes() == old
     go_on(stopped)
-    assert {saved_latents.origin_of(stopped, sample) for sample in range(3)} == {origin.read(stopped).digest}
+    assert {saved_latents.origin_of(Run(stopped).latents_path(sample)) for sample in range(3)} == {
+        origin.read(stopped).digest
+    }
 
 
 def test_a_finished_run_without_a_record_is_finished(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     (folder / origin.FILE).unlink()
     with pytest.raises(ConfigError, match="has all its samples"):
-        resuming.begin_again(folder)
-    assert resuming.whole(folder, RunConfig.read(folder)) == ([0, 1, 2], [])
+        resuming.begin(Run(folder))
+    assert resuming.intact(Run(folder)) == ([0, 1, 2], [])
 
 
 def test_a_sample_of_another_run_is_not_kept(stopped):
-    latents = saved_latents.load_latents(stopped, 1)
-    saved_latents.save_latents(stopped, 1, latents, "0" * 64)
-    [line] = resuming.begin_again(stopped)
-    assert line.startswith(str(saved_latents.latents_path(stopped, 1)))
+    latents = Run(stopped).load_latents(1)
+    Run(stopped).save_latents(1, latents, "0" * 64)
+    [line] = resuming.begin(Run(stopped))
+    assert line.startswith(str(Run(stopped).latents_path(1)))
     assert line.endswith("computed again")
-    assert list(resuming.work(stopped, RunConfig.read(stopped)).latents) == [1, 2]
+    assert list(Run(stopped).work.latents) == [1, 2]
 
 
 def test_a_damaged_record_is_none(stopped):
     (stopped / origin.FILE).write_text('{"samples": {"settings": []}}')
-    assert len(resuming.begin_again(stopped)) == 1
-    assert list(resuming.work(stopped, RunConfig.read(stopped)).kept) == []
+    assert len(resuming.begin(Run(stopped))) == 1
+    assert list(Run(stopped).work.kept) == []
 
 
 def test_videos_that_would_be_decoded_otherwise_are_made_again(of_an_image):
@@ -269,44 +270,44 @@ def test_videos_that_would_be_decoded_otherwise_are_made_again(of_an_image):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(resuming._ENDS[ending] or b"video")
     edit(folder, decode_chunk_size=1)
-    [line] = resuming.begin_again(folder)
-    assert line == "decode_chunk_size was 4, config.json now says 1; videos are made again"
-    work = resuming.work(folder, RunConfig.read(folder))
+    [line] = resuming.begin(Run(folder))
+    assert line == "decode_chunk_size was 4 and is 1 in config.json now; videos are made again"
+    work = Run(folder).work
     assert (list(work.kept), list(work.videos)) == ([0], [0])
     assert list((folder / "videos").iterdir()) == []  # an attempt that ends early leaves no mixture
     assert len(list((folder / "attempts" / "1" / "videos").iterdir())) == 3
     assert origin.read(folder).videos == {"decode_chunk_size": 1}
-    assert list(resuming.work(folder, RunConfig.read(folder)).latents) == [1]
+    assert list(Run(folder).work.latents) == [1]
 
 
 def test_another_version_of_a_library_is_named(stopped):
     record = origin.read(stopped)
     origin.write(stopped, record.model_copy(update={"versions": record.versions | {"torch": "1.0"}}))
-    [line] = resuming.begin_again(stopped)
+    [line] = resuming.begin(Run(stopped))
     assert line.startswith("torch was 1.0 when the first samples were made and is ")
-    assert list(resuming.work(stopped, RunConfig.read(stopped)).kept) == [0, 1]
+    assert list(Run(stopped).work.kept) == [0, 1]
 
 
 def test_a_rank_that_would_compute_other_samples_ends_before_the_first(stopped):
     """What was changed between the check and the start."""
-    resuming.begin_again(stopped)
+    resuming.begin(Run(stopped))
     edit(stopped, seed=1)
-    kept = {sample: saved_latents.latents_path(stopped, sample).read_bytes() for sample in range(2)}
+    kept = {sample: Run(stopped).latents_path(sample).read_bytes() for sample in range(2)}
     with pytest.raises(ConfigError, match="seed was 0"):
         go_on(stopped)
-    assert not saved_latents.latents_path(stopped, 2).exists()
-    assert kept == {sample: saved_latents.latents_path(stopped, sample).read_bytes() for sample in kept}
+    assert not Run(stopped).latents_path(2).exists()
+    assert kept == {sample: Run(stopped).latents_path(sample).read_bytes() for sample in kept}
 
 
 def test_another_machine_has_the_same_files_or_takes_no_part(of_an_image, tmp_path):
     folder, image, _ = of_an_image
     record, config = origin.read(folder), RunConfig.read(folder)
     own = runfolder.create(config.replace(output_dir=tmp_path / "of-the-other"))
-    origin.follow(own, config, resolve(config.replace(threads=2)), record)  # with another number of cores, perhaps
+    origin.begin(own, config, resolve(config.replace(threads=2)), record)  # with another number of cores, perhaps
     assert origin.read(own) == record
     Image.new("RGB", (16, 16), "blue").save(image)
-    with pytest.raises(ConfigError, match=r"photo\.png is another file"):
-        origin.follow(own, config, resolve(config), record)
+    with pytest.raises(ConfigError, match=r"photo\.png is not the file that its samples"):
+        origin.begin(own, config, resolve(config), record)
 
 
 def test_nothing_is_recorded_where_no_latents_are_kept(tmp_path):

@@ -28,6 +28,7 @@ from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.predict.trace import Remembering
 from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 META = torch.device("meta")
 BACKEND = "nobody"
@@ -74,8 +75,8 @@ def run(config: RunConfig, folder: Path) -> None:
     runfolder.create(config)
     for rank in range(number):
         with Remembering():
-            worker.execute(folder, Ranks(rank, number, rank, number, under_torchrun=False), monitored=False)
-    kinds = [event["kind"] for event in runfolder.read_events(folder) if event["kind"] in ("done", "sample")]
+            worker.execute(Run(folder), Ranks(rank, number, rank, number, under_torchrun=False), monitored=False)
+    kinds = [event["kind"] for event in Run(folder).events() if event["kind"] in ("done", "sample")]
     assert kinds.count("done") == number
     assert kinds.count("sample") == config.num_samples
 

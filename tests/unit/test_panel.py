@@ -17,6 +17,7 @@ from launch.widgets.predictions import Predictions
 from tests.conftest import write_run
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.runs import results, runfolder
+from vdpp_core.runs.run import Run
 
 SHORT = RunConfig(num_frames=2, total_steps=3, num_samples=2, threads=1, parallel=Parallel(pp=2))
 
@@ -114,7 +115,7 @@ def test_a_failed_run_says_which_rank_where_and_why(panel: Panel, tmp_path: Path
     start = {"host": "elsewhere", "pid": 1, "created": 0, "device": "cpu", "dtype": "float32", "backend": "gloo"}
     step = {"sample": 0, "step": 0, "seconds": 0.1}
     write_events(folder, 0, (0.0, "start", start | {"threads": 1}), (1.0, "clock", {}), (1.1, "step", step))
-    results.settle(folder, {0: "killed by SIGKILL"})
+    results.settle(Run(folder), {0: "killed by SIGKILL"})
     panel.refresh([folder])
     assert "failed, rank 0, sample 0, step 1: killed by SIGKILL" in panel.progress.value
     assert panel.buttons["Stop"].disabled
@@ -161,7 +162,7 @@ def test_one_panel_at_a_time_and_errors_end_nothing(tmp_path: Path, monkeypatch:
 
 def test_the_timeline_of_runs_without_a_step_is_no_figure(tmp_path: Path):
     folder = runfolder.create(SHORT.replace(output_dir=tmp_path / "none"))
-    results.write(folder, "stopped")
+    results.write(Run(folder), "stopped")
     assert launch.timeline([launch.Job(folder)]) is None
     assert list(launch.compare([launch.Job(folder)]).columns) == ["none"]
 

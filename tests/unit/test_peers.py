@@ -16,12 +16,13 @@ from vdpp_core.__main__ import main
 from vdpp_core.compare import peers_report
 from vdpp_core.compare.peers import Peers
 from vdpp_core.compare.peers_report import OFFICIAL, PEERS, configuration, plan, table, variants
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.engine import worker
 from vdpp_core.models import conditioning
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.plots import peer_comparison, style
-from vdpp_core.runs import saved_latents
+from vdpp_core.runs.run import Run
 
 SECONDS = {  # of each repeat; medians of ratios are not ratios of medians here
     "official pipeline": (10.0, 20.0, 12.0),
@@ -118,7 +119,7 @@ def test_files_and_what_is_printed(config: RunConfig, measured: list[dict[str, A
         (tmp_path / run["run_id"] / "latents").mkdir(parents=True)
         for sample in range(4):
             latents = torch.full((1, 4, 2, 1, 1), 1.01 if run["run_id"] == other and sample == 3 else 1.0)
-            saved_latents.save_latents(tmp_path / run["run_id"], sample, latents)
+            Run(tmp_path / run["run_id"]).save_latents(sample, latents)
     told = peers_report.facts(config.replace(output_dir=tmp_path), 2, 3)
     peers_report.write(tmp_path, told, measured)
     result = json.loads((tmp_path / "peers.json").read_text())
@@ -162,11 +163,11 @@ def test_what_all_variants_have_in_common() -> None:
 @pytest.mark.parametrize(
     ("flags", "ranks", "said"),
     [
-        ({"pp": "2"}, 2, "--pp 2: not here: the layouts to compare follow from the ranks"),
-        ({"fsdp": True}, 2, "--fsdp True: not here: no peer has it"),
-        ({"guidance_mode": "sequential"}, 2, "--guidance-mode sequential: not here: no peer has it"),
-        ({"compare_official": True}, 2, "--compare-official True: not here: only denoising is compared"),
-        ({"save_latents": False}, 2, "--save-latents False: not here: all latents are kept"),
+        ({"pp": "2"}, 2, "--pp 2: not with peers: the layouts follow from the number of ranks"),
+        ({"fsdp": True}, 2, "--fsdp True: not with peers: no peer has it"),
+        ({"guidance_mode": "sequential"}, 2, "--guidance-mode sequential: not with peers: no peer has it"),
+        ({"compare_official": True}, 2, "--compare-official True: not with peers: only denoising is compared"),
+        ({"save_latents": False}, 2, "--save-latents False: not with peers: all latents are saved"),
         ({"model": "dummy"}, 2, "--model dummy: the official pipeline needs a spatio-temporal UNet"),
         ({}, 1, "--world-size 1: must be at least 2"),
         ({"total_steps": 3}, 4, "--world-size 4: must be at most total_steps, 3"),
@@ -188,7 +189,7 @@ def test_what_cannot_be_compared(flags: dict[str, Any], ranks: int, said: str) -
         ("peers --repeats 0", "--repeats 0: must be a whole number from 1"),
         ("peers --repeats few", "--repeats few: must be a whole number from 1"),
         ("peers --world-size 1", "--world-size 1: must be at least 2"),
-        ("peers --dp 2", "--dp 2: not here"),
+        ("peers --dp 2", "--dp 2: not with peers"),
         ("peers --output-dir .", "exists already"),
     ],
 )
@@ -227,10 +228,9 @@ def test_the_official_pipeline_without_encoders(tmp_path: Any) -> None:
     config = configuration(flags, 2, 2)
     official, ours = plan(variants(config, 2), 1)[:2]
     folder = peers_report.prepare(config.replace(output_dir=tmp_path / "peers"), [official])
-    alone = Ranks(0, 1, 0, 1, under_torchrun=False)
-    found = Peers(config, torch.device("cpu")).run(folder / official.run_id, official, alone)
+    alone, theirs = Ranks(0, 1, 0, 1, under_torchrun=False), Run(folder / official.run_id)
+    found = Peers(config, resolve(config), torch.device("cpu")).run(theirs, official.variant, alone)
     assert len(found["latency_s"]) == 2
     assert found["makespan_s"] == pytest.approx(sum(found["latency_s"]))
-    worker.run(peers_report.of_run(config, folder, ours))
-    told = peers_report.difference(folder, ours.run_id, official.run_id, 2)
-    assert told == {"equal_latents": 2, "relative_error": 0}
+    own = Run(worker.run(peers_report.of_trial(config, folder, ours)))
+    assert peers_report.difference(own, theirs, 2) == {"equal_latents": 2, "relative_error": 0}

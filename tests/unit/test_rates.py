@@ -18,7 +18,8 @@ from vdpp_core.engine import worker
 from vdpp_core.predict import accuracy, costs, published, rates
 from vdpp_core.predict.rates import Link, Rates
 from vdpp_core.runs import other_runs, results, runfolder
-from vdpp_core.runs.metrics import Span, others_at_work
+from vdpp_core.runs.metrics import Span, others_busy
+from vdpp_core.runs.run import Run
 
 PUBLISHED = published.figures()
 ROWS = {row["id"]: row for row in PUBLISHED["memory_cfg3_28steps_1sample"]}
@@ -122,7 +123,7 @@ def test_ranks_that_are_more_than_the_cores_share_them(change, num_samples, shar
 def alone() -> Iterator[None]:
     """The runs of other tests, which may be at work meanwhile, are seen by nobody here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(other_runs, "ranks_at_work", lambda: 0)
+        patch.setattr(other_runs, "busy_ranks", lambda: 0)
         yield
 
 
@@ -140,9 +141,9 @@ def test_a_run_predicts_itself(run):
     table = accuracy.against_runs([run], known)
     assert table["calibrated on"].tolist() == [True]
     assert table["error"].abs().max() < 0.05
-    assert table["predicted_latency_s"][0] == pytest.approx(fmean(runfolder.read_result(run)["latency_s"]), rel=0.05)
+    assert table["predicted_latency_s"][0] == pytest.approx(fmean(Run(run).result()["latency_s"]), rel=0.05)
     assert known.checked(table).error is None
-    assert known.cores == runfolder.read_result(run)["hardware"]["cores"]
+    assert known.cores == Run(run).result()["hardware"]["cores"]
     assert "of-three" in known.source
 
 
@@ -178,8 +179,8 @@ def test_ranks_that_are_alone_for_a_while_tell_how_others_slow_them_down():
         Span(1, 0, 4.0, 8.8, 4.8),
         Span(1, 1, 8.8, 12.8, 4.0),
     ]
-    assert others_at_work(spans).tolist() == pytest.approx([0, 1, 1, 0])
-    alone, slowdown = rates._step_alone(others_at_work(spans), np.array([1.0, 1.2, 1.2, 1.0]), np.full(4, 4))
+    assert others_busy(spans).tolist() == pytest.approx([0, 1, 1, 0])
+    alone, slowdown = rates._step_alone(others_busy(spans), np.array([1.0, 1.2, 1.2, 1.0]), np.full(4, 4))
     assert (alone, slowdown) == (pytest.approx(1.0), pytest.approx(0.2))
     known = Rates(costs.cost(TINY).flops / alone, Link(math.inf), cores=2.0, slowdown=slowdown)
     pipeline = TINY.replace(num_samples=2, total_steps=8, parallel=Parallel(pp=2))
@@ -192,9 +193,9 @@ def test_ranks_that_are_alone_for_a_while_tell_how_others_slow_them_down():
 
 def test_ranks_that_always_had_the_same_company_tell_nothing_of_it():
     together = [Span(rank, rank, 0.0, 4.8, 4.8) for rank in range(2)]
-    assert rates._step_alone(others_at_work(together), np.full(2, 1.2), np.full(2, 4)) == (pytest.approx(1.2), 0.0)
+    assert rates._step_alone(others_busy(together), np.full(2, 1.2), np.full(2, 4)) == (pytest.approx(1.2), 0.0)
     alone = [Span(0, 0, 0.0, 4.0, 4.0), Span(0, 1, 4.0, 8.0, 4.0)]
-    assert rates._step_alone(others_at_work(alone), np.full(2, 1.0), np.full(2, 4)) == (pytest.approx(1.0), 0.0)
+    assert rates._step_alone(others_busy(alone), np.full(2, 1.0), np.full(2, 4)) == (pytest.approx(1.0), 0.0)
 
 
 def test_what_cannot_be_calibrated_on(run, tmp_path):
@@ -202,7 +203,7 @@ def test_what_cannot_be_calibrated_on(run, tmp_path):
     with pytest.raises(ConfigError, match=r"calibrate .*unfinished: must be a run that finished"):
         rates.from_run(unfinished)
     together = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "f", parallel=Parallel(frames=2)))
-    result = runfolder.read_result(run) | {"parallel": Parallel(frames=2).model_dump()}
+    result = Run(run).result() | {"parallel": Parallel(frames=2).model_dump()}
     (together / "result.json").write_text(json.dumps(result))
     with pytest.raises(ConfigError, match="must be without cfg, frames and fsdp, not frames 2"):
         rates.from_run(together)
@@ -229,7 +230,7 @@ def written(tmp_path, write_events):
             events.append((t, "step", {"sample": sample, "step": step, "seconds": each}))
             events += [(t, "sample", {"sample": sample})] * (step == 7)
         write_events(folder, 0, *events, (t, "done", {"memory": {"allocated_gb": 1.0}, **facts}))
-        results.write(folder, "ok")
+        results.write(Run(folder), "ok")
         return folder
 
     return write
@@ -240,7 +241,7 @@ def test_a_disturbed_run_is_refused_and_left_out_of_comparisons(written):
     calm, stopped = written("calm", steady), written("stopped", [*steady[:11], 20.0, *steady[12:]])
     slept = written("slept", steady, asleep_s=60.0)
     moment = "rank 0 took 20.0 s at sample 1, step 3 (usually 0.1 s)"
-    for folder, words in ((stopped, moment), (slept, "the machine slept for 60 s while it ran")):
+    for folder, words in ((stopped, moment), (slept, "the machine slept for 60 s during the run")):
         with pytest.raises(ConfigError) as error:
             rates.from_run(folder, Link(1e9))
         assert str(error.value) == f"calibrate {folder}: was disturbed: {words}; take another run, or run it again"
@@ -286,7 +287,7 @@ def test_tables_and_small_print_name_disturbed_runs(written):
     steady = np.full(32, STEP_S)
     calm, beside = written("calm", steady), written("beside", steady, other_ranks=1)
     slept = written("slept", steady, asleep_s=60.0, other_ranks=1)
-    company, slept_words = "1 rank of another run was at work on its cores", "the machine slept for 60 s while it ran"
+    company, slept_words = "1 rank of another run used the same cores", "the machine slept for 60 s during the run"
     told = tables.table([calm, beside, slept])["disturbed"].fillna("nothing").tolist()
     assert told == ["nothing", company, f"{slept_words}; {company}"]
     assert tables.source([calm]).endswith("runs calm")
@@ -321,7 +322,7 @@ def test_company_is_counted_without_comparing_all_with_all():
         for sample in range(50_000)
         for rank in (0, 1)
     ]
-    others = others_at_work(many)
+    others = others_busy(many)
     assert others[2:-2] == pytest.approx(np.ones(len(many) - 4))
     assert (others[0], others[-1]) == (pytest.approx(0.5), pytest.approx(0.5))
 

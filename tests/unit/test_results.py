@@ -10,10 +10,12 @@ import sys
 import psutil
 import pytest
 
+from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.predict import schedule
-from vdpp_core.runs import events, processes, progress, results, runfolder
+from vdpp_core.runs import kinds, processes, progress, results, runfolder
+from vdpp_core.runs.run import Run
 
 FACTS = {"device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
 MEMORY = {"allocated_gb": 0.5, "resident_gb": 1.5}
@@ -79,6 +81,11 @@ RANK_1 = [
 ]
 
 
+def first_cause(folder, exits):
+    run = Run(folder)
+    return results.first_cause(run.config, run.events(), exits)
+
+
 def done(t):
     return t, "done", {"memory": MEMORY}
 
@@ -91,7 +98,7 @@ def finished(folder, write_events):
 
 
 def test_a_normal_end(finished):
-    result = results.write(finished, "ok", predict_times=schedule.run_times)
+    result = results.write(Run(finished), "ok", predict_times=schedule.run_times)
     assert result["outcome"] == "ok"
     assert "failure" not in result
     assert result["samples_finished"] == 2
@@ -116,7 +123,7 @@ def test_a_normal_end(finished):
 
 
 def test_measured_and_predicted_numbers_have_the_same_keys(finished):
-    result = results.summarise(finished, schedule.run_times)
+    result = results.summarise(Run(finished), schedule.run_times)
     assert set(result["predicted"]) - {"source", "step_s_per_stage"} <= set(result)
 
 
@@ -126,13 +133,13 @@ def test_warm_up_samples_are_not_samples(folder, write_events):
 
     write_events(folder, 0, *start(0)[:3], *warm_up(0, 96.0), start(0)[3], *RANK_0, done(104.6))
     write_events(folder, 1, *start(1)[:3], *warm_up(1, 97.0), start(1)[3], *RANK_1, done(107.1))
-    result = results.summarise(folder, schedule.run_times)
+    result = results.summarise(Run(folder), schedule.run_times)
     assert result["samples_finished"] == 2
     assert result["makespan_s"] == pytest.approx(7.0)
     assert result["latency_s"] == pytest.approx([4.0, 5.0])
     assert result["handoff_wait_s_per_rank"] == pytest.approx([0.5, 3.0])
     assert result["predicted"]["step_s_per_stage"] == [0.2, 0.2]  # from the warm-up samples, not the warm-up step
-    far = progress.progress(folder)
+    far = progress.progress(Run(folder))
     assert [rank["steps_done"] for rank in far["ranks"]] == [4, 4]
 
 
@@ -145,18 +152,18 @@ def test_a_rank_that_raised(folder, write_events):
         (105.5, "error", {"error": "LostRankError: lost rank 1: connection closed", "lost_rank": 1}),
     )
     write_events(folder, 1, *start(1), *RANK_1[:6], (106.5, "error", {"error": "ValueError: NaN in step 3"}))
-    result = results.settle(folder)
+    result = results.settle(Run(folder))
     assert result["outcome"] == "failed"
     assert result["failure"] == {"rank": 1, "sample": 1, "step": 3, "cause": "ValueError: NaN in step 3"}
     assert result["samples_finished"] == 1
     assert result["makespan_s"] == pytest.approx(4.0)
-    assert runfolder.read_result(folder) == result
+    assert Run(folder).result() == result
 
 
 def test_the_earliest_own_fault_is_the_first_cause(folder, write_events):
     write_events(folder, 0, *start(0), *RANK_0[:2], (101.5, "error", {"error": "OSError: one"}))
     write_events(folder, 1, *start(1), (101.4, "error", {"error": "OSError: two"}))
-    assert results.first_cause(folder, {}) == {"rank": 1, "sample": None, "step": None, "cause": "OSError: two"}
+    assert first_cause(folder, {}) == {"rank": 1, "sample": None, "step": None, "cause": "OSError: two"}
 
 
 def test_a_rank_that_vanished(folder, write_events, gone):
@@ -168,7 +175,7 @@ def test_a_rank_that_vanished(folder, write_events, gone):
         *RANK_1[:4],
         (104.2, "error", {"error": "LostRankError: lost rank 0: connection closed", "lost_rank": 0}),
     )
-    result = results.settle(folder)
+    result = results.settle(Run(folder))
     assert result["outcome"] == "failed"
     assert (result["failure"]["rank"], result["failure"]["sample"], result["failure"]["step"]) == (0, 1, 1)
     assert "killed" in result["failure"]["cause"]
@@ -178,7 +185,7 @@ def test_a_rank_that_vanished(folder, write_events, gone):
 def test_how_a_rank_ended_is_told_by_its_launcher(folder, write_events, gone):
     write_events(folder, 0, *start(0, gone), *RANK_0[:2])
     write_events(folder, 1, *start(1), (101.2, "terminated", {"signal": "SIGTERM"}))
-    result = results.settle(folder, exits={0: "SIGKILL"})
+    result = results.settle(Run(folder), exits={0: "SIGKILL"})
     assert result["failure"] == {"rank": 0, "sample": 0, "step": 1, "cause": "SIGKILL"}
 
 
@@ -203,7 +210,7 @@ def test_ranks_that_the_watchdog_of_nccl_aborted_are_no_cause(ranks, exits, rank
     folder = runfolder.create(config)
     for each in range(ranks):
         write_events(folder, each, *start(each, gone), (100.0, "take", {"sample": 0, "seconds": 0.0}))
-    failure = results.settle(folder, exits)["failure"]
+    failure = results.settle(Run(folder), exits)["failure"]
     assert (failure["rank"], failure["sample"], failure["cause"]) == (rank, 0, cause)
 
 
@@ -211,37 +218,37 @@ def test_an_aborted_rank_comes_after_one_that_somebody_ended_and_before_losses(f
     write_events(folder, 0, *start(0, gone))
     lost = (101.0, "error", {"error": "LostRankError: lost rank 0: closed", "lost_rank": 0})
     write_events(folder, 1, *start(1), lost)
-    assert results.first_cause(folder, {0: ABORTED})["cause"] == "killed by SIGABRT"
+    assert first_cause(folder, {0: ABORTED})["cause"] == "killed by SIGABRT"
     three = RunConfig(total_steps=6, parallel=Parallel(pp=3), output_dir=folder.parent / "three")
     folder = runfolder.create(three)
     write_events(folder, 0, *start(0, gone))
     write_events(folder, 1, *start(1, gone), (100.5, "terminated", {"signal": "SIGTERM"}))
     write_events(folder, 2, *start(2), (101.0, "error", lost[2] | {"lost_rank": 1}))
-    assert results.first_cause(folder, {0: ABORTED})["rank"] == 1
+    assert first_cause(folder, {0: ABORTED})["rank"] == 1
 
 
 @pytest.mark.parametrize("ended", [-signal.SIGTERM, 128 + signal.SIGTERM])
 def test_those_that_the_agent_ended_are_no_cause(ended, folder):
     """Killed while they start, ranks have said nothing yet; the agent tells the others to end."""
-    failure = results.settle(folder, {0: ended, 1: -signal.SIGKILL})["failure"]
+    failure = results.settle(Run(folder), {0: ended, 1: -signal.SIGKILL})["failure"]
     assert (failure["rank"], failure["cause"]) == (1, "killed by SIGKILL")
 
 
 def test_where_nobody_else_is_known_one_that_was_ended_is_named(folder):
-    assert results.first_cause(folder, {0: -signal.SIGTERM, 1: ABORTED})["rank"] == 1
-    assert results.first_cause(folder, {0: -signal.SIGTERM})["cause"] == "killed by SIGTERM"
+    assert first_cause(folder, {0: -signal.SIGTERM, 1: ABORTED})["rank"] == 1
+    assert first_cause(folder, {0: -signal.SIGTERM})["cause"] == "killed by SIGTERM"
 
 
 def test_of_ranks_that_were_all_told_to_end_the_one_that_was_not_aborted_is_named(folder, write_events):
     for rank in range(2):
         write_events(folder, rank, *start(rank), (101.0, "terminated", {"signal": "SIGTERM"}))
-    assert results.first_cause(folder, {0: ABORTED, 1: -signal.SIGKILL})["rank"] == 1
+    assert first_cause(folder, {0: ABORTED, 1: -signal.SIGKILL})["rank"] == 1
 
 
 def test_a_rank_that_was_blamed_by_another(folder, write_events):
     write_events(folder, 0, *start(0), *RANK_0[:2])
     write_events(folder, 1, *start(1), (110.0, "error", {"error": "stalled: no event for 5 s", "blamed": 0}))
-    result = results.settle(folder)
+    result = results.settle(Run(folder))
     assert result["failure"] == {"rank": 0, "sample": 0, "step": 1, "cause": "stalled: no event for 5 s"}
 
 
@@ -252,7 +259,7 @@ def test_a_rank_on_another_host_is_not_taken_for_dead(tmp_path, write_events, go
     write_events(folder, 0, *start(0, HERE | {"host": "elsewhere"}), *stage(0, 0, 100.0))
     write_events(folder, 1, *start(1, gone), (102.0, "take", {"sample": 0, "seconds": 2.0}))
     write_events(folder, 2, *start(2), (103.0, "error", {"error": "LostRankError: lost rank 1", "lost_rank": 1}))
-    assert results.first_cause(folder, {})["rank"] == 1
+    assert first_cause(folder, {})["rank"] == 1
 
 
 def test_the_rank_that_was_lost_is_the_cause_also_while_its_process_is_still_ending(folder, write_events):
@@ -260,7 +267,7 @@ def test_the_rank_that_was_lost_is_the_cause_also_while_its_process_is_still_end
     write_events(folder, 0, *start(0, HERE), *RANK_0[:6])
     lost = {"error": "LostRankError: lost rank 0: connection closed", "lost_rank": 0}
     write_events(folder, 1, *start(1), *RANK_1[:4], (104.2, "error", lost))
-    assert results.first_cause(folder, {})["rank"] == 0
+    assert first_cause(folder, {})["rank"] == 0
 
 
 def test_a_rank_that_was_told_to_end_is_no_failure_also_if_it_wrote_one_step_more(folder, write_events, gone):
@@ -268,21 +275,21 @@ def test_a_rank_that_was_told_to_end_is_no_failure_also_if_it_wrote_one_step_mor
     late = (103.7, "step", {"sample": 1, "step": 1, "seconds": 1.0})
     write_events(folder, 0, *start(0, gone), *RANK_0[:6], (103.6, "terminated", {"signal": "SIGTERM"}), late)
     write_events(folder, 1, *start(1, gone), *RANK_1[:3], (104.1, "terminated", {"signal": "SIGTERM"}))
-    assert results.settle(folder, reason="stopped")["outcome"] == "stopped"
+    assert results.settle(Run(folder), reason="stopped")["outcome"] == "stopped"
 
 
 def test_only_losses(folder, write_events):
     for rank in range(2):
         lost = {"error": f"LostRankError: lost rank {1 - rank}", "lost_rank": 1 - rank}
         write_events(folder, rank, *start(rank), (101.0 + rank, "error", lost))
-    assert results.settle(folder)["failure"]["cause"] == "LostRankError: lost rank 1"
+    assert results.settle(Run(folder))["failure"]["cause"] == "LostRankError: lost rank 1"
 
 
 def test_all_terminated_is_stopped(folder, write_events):
     write_events(folder, 0, *start(0), *RANK_0[:6], (103.6, "terminated", {"signal": "SIGTERM"}))
     write_events(folder, 1, *start(1), *RANK_1[:3], (104.1, "terminated", {"signal": "SIGTERM"}))
-    assert results.first_cause(folder, {}) is None
-    result = results.settle(folder)
+    assert first_cause(folder, {}) is None
+    result = results.settle(Run(folder))
     assert result["outcome"] == "stopped"
     assert "failure" not in result
     assert result["samples_finished"] == 0
@@ -293,33 +300,33 @@ def test_all_terminated_is_stopped(folder, write_events):
 def test_the_end_of_the_launcher_is_a_cause(folder, write_events):
     for rank in range(2):
         write_events(folder, rank, *start(rank), (101.0, "terminated", {"signal": "the launcher is gone"}))
-    result = results.settle(folder, reason="the launcher was killed")
+    result = results.settle(Run(folder), reason="the launcher was killed")
     assert result["outcome"] == "failed"
     assert result["failure"] == {"rank": None, "sample": None, "step": None, "cause": "the launcher was killed"}
 
 
 def test_a_run_that_never_started_can_be_settled(folder):
-    result = results.settle(folder, exits={1: "exit code 1"})
+    result = results.settle(Run(folder), exits={1: "exit code 1"})
     assert result["failure"] == {"rank": 1, "sample": None, "step": None, "cause": "exit code 1"}
     assert result["samples_finished"] == 0
     assert result["predicted"] is None
 
 
 def test_settle_never_overwrites(finished):
-    results.write(finished, "ok")
+    results.write(Run(finished), "ok")
     before = (finished / "result.json").read_bytes()
-    assert results.settle(finished, exits={0: "SIGKILL"}, reason="stopped")["outcome"] == "ok"
+    assert results.settle(Run(finished), exits={0: "SIGKILL"}, reason="stopped")["outcome"] == "ok"
     assert (finished / "result.json").read_bytes() == before
 
 
 def test_a_half_written_last_line(folder, write_events):
     write_events(folder, 0, *start(0), *RANK_0)
     write_events(folder, 1, *start(1), *RANK_1[:4])
-    whole = progress.progress(folder)
+    whole = progress.progress(Run(folder))
     with (folder / "events" / "rank-1.jsonl").open("a") as file:
         file.write('{"t": 105.0, "rank": 1, "kind": "take", "sam')
-    assert progress.progress(folder) == whole
-    assert results.summarise(folder)["samples_finished"] == 1
+    assert progress.progress(Run(folder)) == whole
+    assert results.summarise(Run(folder))["samples_finished"] == 1
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
@@ -328,17 +335,17 @@ def test_a_line_cut_anywhere(folder, write_events, cut):
     write_events(folder, 1, *start(1), *RANK_1)
     path = folder / "events" / "rank-1.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
-    assert results.summarise(folder)["samples_finished"] == 1
+    assert results.summarise(Run(folder))["samples_finished"] == 1
 
 
 def test_events_are_in_the_order_of_time(finished):
-    times = [event["t"] for event in runfolder.read_events(finished)]
+    times = [event.t for event in Run(finished).events()]
     assert times == sorted(times)
     assert len(times) == len(start(0)) * 2 + len(RANK_0) + len(RANK_1) + 2
 
 
 def test_progress(folder, write_events):
-    assert progress.progress(folder) == {
+    assert progress.progress(Run(folder)) == {
         "phase": "starting",
         "samples_finished": 0,
         "num_samples": 2,
@@ -352,7 +359,7 @@ def test_progress(folder, write_events):
     }
     write_events(folder, 0, *start(0), *RANK_0[:6])
     write_events(folder, 1, *start(1), *RANK_1[:3])
-    far = progress.progress(folder)
+    far = progress.progress(Run(folder))
     assert [(rank["phase"], rank["sample"], rank["step"]) for rank in far["ranks"]] == [
         ("step", 1, 1),
         ("step", 0, 3),
@@ -362,15 +369,15 @@ def test_progress(folder, write_events):
     assert far["share"] == pytest.approx(5 / 8)
     assert far["seconds_left"] == pytest.approx(4.0 * 3 / 5)
     write_events(folder, 1, *start(1), *RANK_1, done(107.1))
-    assert progress.progress(folder)["samples_finished"] == 2
+    assert progress.progress(Run(folder))["samples_finished"] == 2
 
 
 def test_a_rank_that_somebody_ended_is_the_cause_of_its_neighbours_loss(folder, write_events, gone):
     write_events(folder, 0, *start(0, gone), *RANK_0[:6], (103.6, "terminated", {"signal": "SIGTERM"}))
     lost = (104.1, "error", {"error": "LostRankError: lost rank 0: closed", "lost_rank": 0})
     write_events(folder, 1, *start(1, gone), *RANK_1[:3], lost)
-    assert results.first_cause(folder, {})["rank"] == 0
-    assert results.settle(folder, reason="stopped")["outcome"] == "stopped"
+    assert first_cause(folder, {})["rank"] == 0
+    assert results.settle(Run(folder), reason="stopped")["outcome"] == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -385,8 +392,8 @@ def test_a_rank_that_somebody_ended_is_the_cause_of_its_neighbours_loss(folder, 
     ],
 )
 def test_position(rows, expected):
-    own = [{"t": t, "rank": 1, "kind": kind, **facts} for t, kind, facts in rows]
-    assert events.position(own, range(2, 4)) == expected
+    own = [as_event({"t": t, "rank": 1, "kind": kind, **facts}) for t, kind, facts in rows]
+    assert kinds.position(own, range(2, 4)) == expected
 
 
 def test_who_was_lost_is_not_known_but_one_is_silent(folder, write_events):
@@ -394,7 +401,7 @@ def test_who_was_lost_is_not_known_but_one_is_silent(folder, write_events):
     write_events(folder, 0, *start(0, HERE), *RANK_0[:2])
     lost = {"error": "LostRankError: lost rank unknown: connection closed", "lost_rank": "unknown"}
     write_events(folder, 1, *start(1), *RANK_1[:2], (104.2, "error", lost))
-    assert results.first_cause(folder, {})["rank"] == 0
+    assert first_cause(folder, {})["rank"] == 0
 
 
 def test_out_of_memory_is_an_outcome_of_its_own(folder, write_events, gone):
@@ -402,12 +409,12 @@ def test_out_of_memory_is_an_outcome_of_its_own(folder, write_events, gone):
     full = (104.2, "error", {"error": "out of memory while running, …", "oom": facts})
     write_events(folder, 0, *start(0, gone), *RANK_0[:6])
     write_events(folder, 1, *start(1, gone), *RANK_1[:2], full)
-    result = results.settle(folder)
+    result = results.settle(Run(folder))
     assert result["outcome"] == "oom"
     failure = result["failure"]
     assert (failure["rank"], failure["cause"], failure["oom"]) == (1, full[2]["error"], facts)
-    assert (failure["sample"], failure["step"]) == events.position(
-        [event for event in runfolder.read_events(folder) if event["rank"] == 1], range(2, 4)
+    assert (failure["sample"], failure["step"]) == kinds.position(
+        [event for event in Run(folder).events() if event.rank == 1], range(2, 4)
     )
 
 
@@ -416,17 +423,17 @@ def test_a_run_that_makes_videos(folder, write_events):
     decoding = [(110.0, "decode", {"sample": 2}), (110.5, "chunk", {"sample": 2})]
     write_events(folder, 0, *start(0), *RANK_0, *decoding)
     write_events(folder, 1, *start(1), *RANK_1, (110.2, "decode", {"sample": 1}), (110.9, "video", VIDEO))
-    far = progress.progress(folder)
+    far = progress.progress(Run(folder))
     assert far["phase"] == "decoding"
     assert [(rank["phase"], rank["sample"], rank["step"]) for rank in far["ranks"]] == [
         ("chunk", 2, None),
         ("video", 1, None),
     ]
-    result = results.summarise(folder)
+    result = results.summarise(Run(folder))
     assert (result["videos_written"], result["decode_s"], result["official"]) == (1, [0.7], None)
     write_events(folder, 0, *start(0), *RANK_0, *decoding, (111.0, "error", {"error": "FloatingPointError: black"}))
     failure = {"rank": 0, "sample": 2, "step": None, "cause": "FloatingPointError: black"}
-    assert results.first_cause(folder, {}) == failure
+    assert first_cause(folder, {}) == failure
 
 
 def test_a_replica_without_samples(tmp_path, write_events):
@@ -440,17 +447,17 @@ def test_a_replica_without_samples(tmp_path, write_events):
     ]
     write_events(folder, 0, *start(0), *steps, done(102.1))
     write_events(folder, 1, start(1)[0], (100.0, "clock", {}), done(100.1))
-    result = results.summarise(folder)
+    result = results.summarise(Run(folder))
     assert result["utilisation_per_rank"] == pytest.approx([1.0, 0.0])
     assert result["makespan_s"] == pytest.approx(2.0)
-    assert progress.progress(folder)["share"] == 1.0
+    assert progress.progress(Run(folder))["share"] == 1.0
 
 
 def test_table(finished, tmp_path, write_events):
-    results.write(finished, "ok")
+    results.write(Run(finished), "ok")
     second = runfolder.create(RunConfig.read(finished).replace(output_dir=tmp_path / "second"))
     write_events(second, 0, *start(0), (101.0, "terminated", {"signal": "SIGTERM"}))
-    results.settle(second)
+    results.settle(Run(second))
     unsettled = runfolder.create(RunConfig.read(finished).replace(output_dir=tmp_path / "third"))
     rows = tables.table([finished, second, unsettled])
     assert list(rows.run_id) == ["run", "second"]
@@ -461,27 +468,31 @@ def test_table(finished, tmp_path, write_events):
 
 
 def test_which_process_is_a_rank(gone):
-    assert processes.is_rank(HERE)
-    assert not processes.is_rank(gone)
-    assert not processes.is_rank(HERE | {"created": HERE["created"] - 60})  # the number was given to a later process
-    assert not processes.is_rank(HERE | {"host": "elsewhere"})
+    def start_of(process):
+        return as_event({"t": 90.0, "rank": 0, "kind": "start"} | FACTS | process)
+
+    assert processes.is_rank(start_of(HERE))
+    assert not processes.is_rank(start_of(gone))
+    later = HERE | {"created": HERE["created"] - 60}  # the number was given to a later process
+    assert not processes.is_rank(start_of(later))
+    assert not processes.is_rank(start_of(HERE | {"host": "elsewhere"}))
 
 
 def test_a_zombie_is_no_rank():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    facts = process_facts(psutil.Process(child.pid))
-    assert processes.is_rank(facts)
+    start = as_event({"t": 90.0, "rank": 0, "kind": "start"} | FACTS | process_facts(psutil.Process(child.pid)))
+    assert processes.is_rank(start)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet waited for
-    assert not processes.is_rank(facts)
+    assert not processes.is_rank(start)
     child.communicate()
 
 
 def test_the_launcher_of_a_run(folder):
-    assert processes.read_launcher(folder) is None
-    assert not processes.launcher_alive(folder)
+    assert Run(folder).launcher() is None
+    assert not Run(folder).launcher_alive()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     processes.write_launcher(folder, child.pid)
-    assert processes.launcher_alive(folder)
+    assert Run(folder).launcher_alive()
     child.communicate(b"\n")
-    assert not processes.launcher_alive(folder)
+    assert not Run(folder).launcher_alive()

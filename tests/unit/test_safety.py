@@ -24,8 +24,9 @@ from vdpp_core.config.errors import redacted
 from vdpp_core.config.fields import MODELS
 from vdpp_core.engine import checks
 from vdpp_core.models import svd
-from vdpp_core.runs import processes, results, runfolder
+from vdpp_core.runs import results, runfolder
 from vdpp_core.runs.events import EventLog
+from vdpp_core.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
 job = sys.modules["launch.job"]
@@ -72,7 +73,7 @@ def assert_out_of_reach(found):
 
 def test_a_job_is_out_of_reach_of_other_machines(tmp_path):
     run = launch.start(SHORT.replace(output_dir=tmp_path / "run", parallel=Parallel(pp=2)))
-    assert_out_of_reach(heard_until_the_end(psutil.Process(processes.read_launcher(run.folder)["pid"])))
+    assert_out_of_reach(heard_until_the_end(psutil.Process(Run(run.folder).launcher()["pid"])))
     assert run.wait(60)["outcome"] == "ok"
 
 
@@ -235,7 +236,7 @@ def test_what_a_rank_says_last_holds_no_secret(tmp_path):
     with EventLog(folder, 0) as log:
         log.write("start", pid=1, created=0.0, host="h", threads=1, device="cpu", dtype="float32", backend="gloo")
         log.last_word("error", error="OSError: https://user:secret-password@host/x?token=secret-password")
-    assert results.settle(folder)["failure"]["cause"] == "OSError: https://…@host/x?token=…"
+    assert results.settle(Run(folder))["failure"]["cause"] == "OSError: https://…@host/x?token=…"
     assert not [name for name, content in written(folder).items() if b"secret-password" in content]
 
 

@@ -10,9 +10,10 @@ import sys
 import psutil
 import pytest
 
+from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.runs import processes, runfolder, stalls
-from vdpp_core.runs.resuming import Work
+from vdpp_core.runs.run import Run, Work
 
 STEPS = 4
 FACTS = {"threads": 1, "device": "cpu", "dtype": "float32", "backend": "gloo", "host": socket.gethostname()}
@@ -43,7 +44,7 @@ def work(rank, sample, t, steps, end=None):
 
 
 def look(of, *events, at, todo=None):
-    events = sorted((event for some in events for event in some), key=lambda event: event["t"])
+    events = sorted((as_event(event) for some in events for event in some), key=lambda event: event.t)
     return stalls.look(of, Work(1, range(of.num_samples) if todo is None else todo), events, at)
 
 
@@ -53,7 +54,7 @@ def test_a_rank_in_the_middle_of_its_steps():
     stall = look(config(), *events, at=112.1)
     assert (stall.rank, stall.sample, stall.step, stall.waiting) == (0, 0, 2, ())
     assert stall.silent_s == pytest.approx(10.1)
-    assert str(stall) == "rank 0 is silent for 10.1 s at sample 0, step 2, 10 of its own steps"
+    assert str(stall) == "rank 0 has been silent for 10.1 s at sample 0, step 2, 10 of its own steps"
 
 
 def test_the_run_ends_after_timeout_or_five_steps_of_a_slow_rank():
@@ -141,14 +142,14 @@ def test_nobody_is_to_blame_for_the_time_in_which_the_watchdog_itself_stood_stil
     write_events(runfolder.create(one), 0, *((e["t"], e["kind"], e) for e in [*begun(0), *work(0, 0, 100.0, [0])]))
     t = heard = 101.0  # of a rank that takes a second a step
     monkeypatch.setattr(stalls, "now", lambda: t)
-    monkeypatch.setattr(runfolder, "longest_silence_s", lambda _: t - heard)
-    watchdog = stalls.Watchdog(tmp_path / "run")
-    assert watchdog.over() is None
+    monkeypatch.setattr(Run, "silence_s", lambda _: t - heard)
+    watchdog = stalls.Watchdog(Run(tmp_path / "run"))
+    assert watchdog.fatal() is None
     for number in range(20):
         t += 0.5 + freezes.get(number, 0.0)
-        assert watchdog.over() is None, number
+        assert watchdog.fatal() is None, number
     t += 0.5 + freezes.get(20, 0.0)
-    stall = watchdog.over()
+    stall = watchdog.fatal()
     assert (stall.rank, stall.silent_s) == (0, pytest.approx(10.5))
 
 
@@ -164,7 +165,8 @@ def test_a_rank_of_another_machine_is_named_when_the_run_ends(axes, shared):
     assert look(config(**axes), *events, at=125.0) is None
     stall = look(config(**axes), *events, at=135.0)
     assert (stall.rank, stall.sample, stall.waiting) == (1, 1, (0,))
-    assert stall.silent_s > stall.limit_s == 30
+    assert stall.ends_run
+    assert stall.limit_s == 30
 
 
 def test_ranks_that_wait_for_each_other_have_lost_their_connection():
@@ -202,9 +204,9 @@ def test_a_watchdog_keeps_little_and_sees_the_same(tmp_path, write_events):
     ]
     events += work(0, 99, 500.0, [0, 1])
     write_events(folder, 0, *((e["t"], e["kind"], {k: v for k, v in e.items() if k != "t"}) for e in events))
-    watchdog = stalls.Watchdog(folder)
+    watchdog = stalls.Watchdog(Run(folder))
     assert len(watchdog.events()) < 2 * stalls.KEPT < len(events)
     assert watchdog.events() == watchdog.events()
     os.utime(folder / "events" / "rank-0.jsonl", (0, 0))  # written to for the last time long ago
-    stall = watchdog.over()
+    stall = watchdog.fatal()
     assert (stall.rank, stall.sample, stall.step, stall.step_s) == (0, 99, 2, 1.0)

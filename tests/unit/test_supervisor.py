@@ -3,6 +3,7 @@
 from launch import supervisor
 from vdpp_core import RunConfig
 from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 
 def test_a_run_that_cannot_be_begun_has_its_reason_and_others_their_turn(tmp_path, monkeypatch, capsys):
@@ -12,6 +13,6 @@ def test_a_run_that_cannot_be_begun_has_its_reason_and_others_their_turn(tmp_pat
     monkeypatch.setattr(supervisor, "supervise", fails)
     folder = runfolder.create(RunConfig(output_dir=tmp_path / "run").for_ranks(1))
     supervisor._one_of(folder, sweep=None)
-    assert runfolder.read_result(folder)["failure"]["cause"] == "could not be run: OSError: no more processes"
+    assert Run(folder).result()["failure"]["cause"] == "could not be run: OSError: no more processes"
     supervisor._one_of(tmp_path / "taken away", sweep=None)
     assert capsys.readouterr().err.count("OSError: no more processes") == 2

@@ -23,6 +23,7 @@ from vdpp_core.predict import accuracy, memory, planner, published, rates, sched
 from vdpp_core.predict.rates import Link, Rates
 from vdpp_core.predict.replay import PARTS
 from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 COLUMNS = {
     "place": "",
@@ -86,9 +87,7 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
 
 
 def _what(config: RunConfig) -> str:
-    batch, _, frames, rows, columns = config.shape
-    latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
-    return f"latents {latents}, {str(resolve(config).dtype).removeprefix('torch.')}"
+    return f"latents {config.size_text}, {resolve(config).dtype_name}"
 
 
 def _verdict(facts: dict[str, Any], chunk: int) -> list[str]:
@@ -178,7 +177,7 @@ class Plan:
                 arguments.warn([f"{more}: calibrate on a run of your own (--calibrate RUN)"])
             known = published.rates(row, link)
             return known.checked(accuracy.against_published(known))
-        known, ran = rates.from_run(folder, link), RunConfig.read(folder)
+        known, ran = rates.from_run(folder, link), Run(folder).config
         planned = (config.source or config.model, resolve(config).device_type, resolve(config).dtype)
         if planned != (ran.source or ran.model, resolve(ran).device_type, resolve(ran).dtype):
             arguments.warn([f"measured with {known.setting}, but another model, device or dtype is planned"])

@@ -15,7 +15,6 @@ from tyro.conf import Positional
 
 from vdpp_core.cli import arguments, show
 from vdpp_core.cli.arguments import N, RunCommand, shown
-from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, redacted
 from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import checks
@@ -24,7 +23,8 @@ from vdpp_core.engine.measure import keep_freed_memory
 from vdpp_core.parallel.rendezvous import Ranks, agree
 from vdpp_core.predict import memory
 from vdpp_core.predict.schedule import run_times
-from vdpp_core.runs import events, processes, runfolder
+from vdpp_core.runs import events, runfolder
+from vdpp_core.runs.run import Run as RunRead
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,9 @@ def _settle_stopped(folder: Path | None) -> str:
 
     if folder is None:
         return ""
-    if not processes.launcher_alive(folder):
-        settle(folder, reason="stopped", predict_times=run_times)
+    run = RunRead(folder)
+    if not run.launcher_alive():
+        settle(run, reason="stopped", predict_times=run_times)
     return f"; run folder: {folder}"
 
 
@@ -130,7 +131,7 @@ def _each_once(folders: Sequence[Path]) -> None:
 
 def _prepared(folder: Path, ranks: Ranks) -> Path:
     """A run folder that was made for this number of ranks and was not run before."""
-    needed = (RunConfig.read(folder).parallel or Parallel()).world_size
+    needed = (RunRead(folder).config.parallel or Parallel()).world_size
     if needed != ranks.world_size:
         raise ConfigError("folder", folder, f"was made for {needed} ranks, not {ranks.world_size}")
     agree(ranks, lambda: _not_run_before(folder), folder.name)
@@ -138,7 +139,7 @@ def _prepared(folder: Path, ranks: Ranks) -> Path:
 
 
 def _not_run_before(folder: Path) -> str:
-    if events.events_paths(folder) or runfolder.read_result(folder):
+    if events.events_paths(folder) or RunRead(folder).result():
         raise ConfigError("folder", folder, "was run before; a run folder is run once")
     return ""
 
@@ -153,10 +154,11 @@ def _execute(folder: Path, ranks: Ranks) -> None:
     from vdpp_core.engine import worker  # takes seconds to import: after the arguments were checked
     from vdpp_core.runs.results import settle
 
-    keep_freed_memory(RunConfig.read(folder).memory_limit_gib is None)
+    run = RunRead(folder)
+    keep_freed_memory(run.config.memory_limit_gib is None)
     try:
-        worker.execute(folder, ranks, predict_times=run_times)
+        worker.execute(run, ranks, predict_times=run_times)
     except BaseException:
-        if not processes.launcher_alive(folder):
-            settle(folder, again=True, predict_times=run_times)
+        if not run.launcher_alive():
+            settle(run, again=True, predict_times=run_times)
         raise

@@ -11,14 +11,16 @@ from typing import Any
 from vdpp_core.cli import arguments
 from vdpp_core.config import RunConfig
 from vdpp_core.models.images import how_it_fits
-from vdpp_core.runs import machine, runfolder
+from vdpp_core.runs import machine
+from vdpp_core.runs.run import Run
 
 MOST_LISTED = 8  # samples
 
 
 def run(folder: Path, as_json: bool) -> None:
     """Print the result of a run: a summary, or all of result.json."""
-    result, config = runfolder.read_result(folder) or {}, RunConfig.read(folder)
+    run = Run(folder)
+    result, config = run.result() or {}, run.config
     if as_json:
         print(json.dumps(result, indent=2))
         return

@@ -1,9 +1,11 @@
-"""The libraries people would otherwise use and ours, on the same samples, one after another on the same ranks.
+"""Other libraries for the same job and ours, on the same samples, one after another on the same ranks.
 
-Measured is the denoising, UNet and scheduler, after an untimed warm-up; never loading, encoding or decoding. Of the
-official pipeline, and of accelerate, which has it on every rank: for each sample the time from the first call of the
-UNet to the pipeline's return, summed over a rank's samples, of the slowest rank. Of GPipe: from a barrier to the last
-output. Of ours: the run's makespan, with all that comes between two samples, such as writing latents and events.
+Only the denoising (UNet and scheduler) is measured, after an untimed warm-up; never loading, encoding or decoding.
+
+Official pipeline, and accelerate, which runs it on every rank: for each sample the time from the first call of the UNet
+to the pipeline's return, summed over a rank's samples; the slowest rank counts. GPipe (Huang et al. 2019, as in
+torch.distributed.pipelining): from a barrier to the last output. Ours: the makespan of the run, including what happens
+between two samples, such as writing latents and events.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from vdpp_core import models
 from vdpp_core.compare import peers_report
-from vdpp_core.compare.peers_report import Run
+from vdpp_core.compare.peers_report import Trial, Variant
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.steps import split
@@ -41,14 +42,15 @@ from vdpp_core.models.images import read_image
 from vdpp_core.models.svd import load_pipeline
 from vdpp_core.parallel.rendezvous import Ranks, first_ones
 from vdpp_core.parallel.world import World, communication, device_of, joined
-from vdpp_core.runs import results, runfolder, saved_latents
+from vdpp_core.runs import results
+from vdpp_core.runs.run import Run
 
 Denoised = tuple[dict[int, Tensor], list[float]]  # sample -> latents (B, F, C, H, W), and the seconds of each part
 WARM_UP_STEPS = 2  # of the official pipeline, as many as the engine's own; GPipe's: one of each stage on every sample
 
 
-def measure(config: RunConfig, runs: Sequence[Run], ranks: Ranks) -> None:
-    """Do all runs, of `peers_report.plan` and prepared in the folder of `config`; rank 0 writes what came out."""
+def measure(config: RunConfig, trials: Sequence[Trial], ranks: Ranks) -> None:
+    """Do all trials of `peers_report.plan`, prepared in the folder of `config`. Rank 0 writes the comparison."""
     keep_freed_memory(True)
     folder = config.output_dir
     assert folder is not None
@@ -56,80 +58,81 @@ def measure(config: RunConfig, runs: Sequence[Run], ranks: Ranks) -> None:
     torch.set_num_threads(execution.threads)
     device = device_of(execution, ranks.local_rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # already for loading, which is before the first process group
+        torch.cuda.set_device(device)  # loading already needs it, before the first process group
     peers = Peers(config, execution, device)
     measured = []
-    for number, run in enumerate(runs):
+    for number, trial in enumerate(trials, start=1):
         _tidy(device)
-        variant, work = run.variant, partial(_ours if run.variant.ours else peers.run, folder / run.run_id, run)
-        found = first_ones(ranks, variant.layout.world_size, run.run_id, work)
+        variant, run = trial.variant, Run(folder / trial.run_id)
+        work = partial(_ours, run) if variant.ours else partial(peers.run, run, variant)
+        found = first_ones(ranks, variant.layout.world_size, run.id, work)
         if ranks.rank == 0 and found is not None:
-            print(f"{number + 1}/{len(runs)}  {variant.name}: {found['makespan_s']:.3f} s", file=sys.stderr)
-            measured.append(peers_report.entry(run) | found)
+            print(f"{number}/{len(trials)}  {variant.name}: {found['makespan_s']:.3f} s", file=sys.stderr)
+            measured.append(peers_report.entry(trial) | found)
     if ranks.rank == 0:
-        peers_report.write(folder, peers_report.facts(config, ranks.world_size, runs[-1].repeat + 1), measured)
+        peers_report.write(folder, peers_report.facts(config, ranks.world_size, trials[-1].repeat + 1), measured)
 
 
 def _tidy(device: torch.device) -> None:
-    """The run before leaves nothing behind for which this one would have to make room."""
+    """Free what the run before left behind, so that this one need not make room for itself."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _ours(folder: Path, run: Run, ranks: Ranks) -> dict[str, Any]:
-    """One run of the engine; what rank 0 reads of its result."""
+def _ours(run: Run, ranks: Ranks) -> dict[str, Any]:
+    """One run of the engine, and what its result says."""
     try:
-        worker.execute(folder, ranks)
+        worker.execute(run, ranks)
     except BaseException:
-        results.settle(folder, again=True)
+        results.settle(run, again=True)
         raise
-    result = runfolder.read_result(folder) or {}
+    result = run.result() or {}
     return {name: result.get(name) for name in ("makespan_s", "latency_s")}
 
 
 class Peers:
-    """The peers on this rank: one UNet, the official pipeline around it, and what GPipe's stages need to know."""
+    """The peers on this rank: one UNet, the official pipeline around it, and the denoiser for GPipe's stages."""
 
     def __init__(self, config: RunConfig, execution: Execution, device: torch.device) -> None:
         self.config, self.execution, self.device, self.dtype = config, execution, device, execution.dtype
         self.samples = list(range(config.num_samples))
         self.unet = models.load(config, device, self.dtype)
         draws = conditioning.generators(config, self.samples)
-        scheduler, own_scheduler = (models.load_scheduler(config, device) for _ in range(2))  # they count their steps
+        scheduler, own_scheduler = (models.load_scheduler(config, device) for _ in range(2))  # each counts its steps
         if config.image_path is None:
-            told = Conditioning.empty(config, self.unet, config.num_samples, device, self.dtype)
-            told = conditioning.synthetic(config, told, self.samples)
-            self.pipeline: Any = WithoutEncoders.around(self.unet, scheduler, told)
+            conditions = Conditioning.empty(config, self.unet, config.num_samples, device, self.dtype)
+            conditions = conditioning.synthetic(config, conditions, self.samples)
+            self.pipeline: Any = WithoutEncoders.around(self.unet, scheduler, conditions)
         else:
             self.pipeline = load_pipeline(config, self.unet, scheduler, device, self.dtype)
-            told = conditioning.encode(config, self.pipeline, draws)
-        self.denoiser = Denoiser(config, self.unet, own_scheduler, told)
+            conditions = conditioning.encode(config, self.pipeline, draws)
+        self.denoiser = Denoiser(config, self.unet, own_scheduler, conditions)
         self.noise = torch.cat([self.denoiser.noise(generator) for generator in draws])
 
-    def run(self, folder: Path, run: Run, ranks: Ranks) -> dict[str, Any]:
-        """One run of a peer: makespan, and latencies where they are known. The latents go into `folder`."""
+    def run(self, run: Run, variant: Variant, ranks: Ranks) -> dict[str, Any]:
+        """One run of a peer, which saves its latents: makespan and, where known, latencies in seconds."""
         denoise: dict[str, Callable[[World], Denoised]] = {
             "one rank": lambda world: self._official(world, self.samples),
             "data parallel": self._accelerate,
             "step pipeline": self._gpipe,
         }
-        kind, everyone = run.variant.kind, [[0.0]] * ranks.world_size
-        with joined(run.variant.layout, self.execution, ranks, str(folder)) as world:
-            latents, seconds = denoise[kind](world)
+        everyone = [[0.0]] * ranks.world_size
+        with joined(variant.layout, self.execution, ranks, str(run.folder)) as world:
+            latents, seconds = denoise[variant.kind](world)
             for sample, value in latents.items():
-                saved_latents.save_latents(folder, sample, value.transpose(1, 2))
+                run.save_latents(sample, value.transpose(1, 2))
             if world.world_size > 1:
                 with communication():
                     dist.all_gather_object(everyone, seconds)
             else:
                 everyone = [seconds]
-        latencies = [] if kind == "step pipeline" else [latency for own in everyone for latency in own]
+        latencies = [] if variant.kind == "step pipeline" else [latency for own in everyone for latency in own]
         return {"makespan_s": max(map(sum, everyone)), "latency_s": latencies}
 
     def _accelerate(self, world: World) -> Denoised:
-        state = PartialState(cpu=world.device.type == "cpu")  # takes the process group that is there
-        torch.set_num_threads(self.execution.threads)  # it sets a number of its own where torchrun has set none
+        state = PartialState(cpu=world.device.type == "cpu")  # uses the existing process group
+        torch.set_num_threads(self.execution.threads)  # PartialState sets its own where torchrun sets none
         try:
             with state.split_between_processes(self.samples) as share:
                 return self._official(world, share)
@@ -137,7 +140,7 @@ class Peers:
             PartialState._reset_state()  # else it outlives the process group
 
     def _official(self, world: World, samples: Sequence[int]) -> Denoised:
-        """One call of the official pipeline a sample."""
+        """One call of the official pipeline for each sample."""
         steps = self.config.total_steps
         for warm_up_steps in (min(WARM_UP_STEPS, steps), *[steps] * self.config.warmup_samples):
             self._call(0, warm_up_steps)
@@ -162,18 +165,18 @@ class Peers:
         return latents, stopwatch.stop()
 
     def _of_sample(self, sample: int) -> dict[str, Any]:
-        """What the official pipeline is called with for a sample alone."""
+        """The arguments of the official pipeline that differ from sample to sample."""
         config, generator = self.config, conditioning.generators(self.config, [sample])[0]
         if config.image_path is not None:
             return {"image": read_image(config.image_path, config.image_size), "generator": generator}
         self.pipeline.sample = sample
-        shape = self.denoiser.latent_shape  # given, since the pipeline would draw noise for an image before it
+        shape = self.denoiser.latent_shape  # passed in, since the pipeline would first draw noise for the image
         noise = randn_tensor(shape, generator=generator, device=self.device, dtype=self.dtype)
         return {"image": Image.new("RGB", config.image_size), "latents": noise}
 
     @torch.no_grad()
     def _gpipe(self, world: World) -> Denoised:
-        """A micro-batch is one sample. All come out at the end, so that the latency of each is not known."""
+        """A micro-batch is one sample. All are returned together at the end, so their latencies are not known."""
         number, batch = len(self.samples), self.config.shape[0]
         steps = split(self.config.total_steps, world.world_size)[world.rank]
         stage, like = Stage(self.denoiser), self.noise[:batch]
@@ -190,13 +193,14 @@ class Peers:
 
 
 class Stage(nn.Module):
-    """A stage's steps of one sample, for torch's pipelining: the engine's arithmetic in a schedule of others."""
+    """A stage's steps of one sample, for torch's pipelining: the engine's arithmetic in torch's schedule."""
 
     def __init__(self, denoiser: Denoiser) -> None:
         super().__init__()
         self.denoiser, self.steps = denoiser, range(0)
 
     def forward(self, latents: Tensor, sample: Tensor) -> Tensor:
+        """Latents (B, F, C, H, W) of a sample after the stage's steps."""
         trajectory = self.denoiser.begin(int(sample), self.steps[0])
         for step in self.steps:
             latents = trajectory.step(latents, step)
@@ -204,24 +208,27 @@ class Stage(nn.Module):
 
 
 class WithoutEncoders(StableVideoDiffusionPipeline):
-    """The official pipeline where there are no encoders: its own loop, told what the engine is told without an image.
+    """The official pipeline's loop without encoders, on the engine's synthetic conditioning where there is no image.
 
-    Its image is only looked at for its size.
+    Only the size of its image is used.
     """
 
-    told: Conditioning
+    conditions: Conditioning
     sample = 0
 
     @classmethod
-    def around(cls, unet: Any, scheduler: Any, told: Conditioning) -> WithoutEncoders:
+    def around(cls, unet: Any, scheduler: Any, conditions: Conditioning) -> WithoutEncoders:
+        """The pipeline around a UNet and a scheduler, with the conditioning of all samples."""
         pipeline = cls(vae=None, image_encoder=None, unet=unet, scheduler=scheduler, feature_extractor=None)
-        pipeline.vae = SimpleNamespace(dtype=told.dtype, config=SimpleNamespace(force_upcast=False))  # it asks for both
-        pipeline.told = told
+        pipeline.vae = SimpleNamespace(
+            dtype=conditions.dtype, config=SimpleNamespace(force_upcast=False)
+        )  # the pipeline reads both
+        pipeline.conditions = conditions
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
     def _encode_image(self, *_: Any) -> Tensor:
-        return self.told.image_embeddings
+        return self.conditions.image_embeddings
 
     def _encode_vae_image(self, *_: Any, **__: Any) -> Tensor:
-        return self.told.image_latents[self.sample]
+        return self.conditions.image_latents[self.sample]

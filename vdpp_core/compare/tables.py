@@ -10,23 +10,23 @@ from typing import Any
 
 import pandas as pd
 
-from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import machine, runfolder
+from vdpp_core.runs import machine
+from vdpp_core.runs.run import Run
 
 
-def table(folders: Sequence[Path]) -> pd.DataFrame:
-    """One row a run: what it was, how it ended, and the numbers people compare. Units are in the names.
+def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
+    """One row per run that has ended: its layout, its outcome, and the numbers to compare. The names carry the units.
 
-    A resumed run has no times: they would be those of its last attempt alone.
+    A resumed run has no times: they would cover only its last attempt.
     """
     rows = []
-    for folder in folders:
-        result = runfolder.read_result(folder)
+    for run in map(Run.of, runs):
+        result = run.result()
         if result is None:
             continue
         try:
-            config = RunConfig.read(folder)
+            config = run.config
         except ConfigError as error:
             warnings.warn(f"left out: {error}", stacklevel=2)
             continue
@@ -54,7 +54,7 @@ def table(folders: Sequence[Path]) -> pd.DataFrame:
 
 
 def _times(numbers: dict[str, Any]) -> dict[str, float | None]:
-    """The numbers that people compare, of `vdpp_core.runs.metrics.numbers`: the median latency, the mean interval."""
+    """The numbers to compare among `vdpp_core.runs.metrics.numbers`, with the median latency and mean interval."""
     names = ("makespan_s", "samples_per_s", "steady_state_samples_per_s", "first_sample_time_s", "bubble")
     return {name: numbers.get(name) for name in names} | {
         "latency_s": median(numbers["latency_s"]) if numbers.get("latency_s") else None,
@@ -62,19 +62,18 @@ def _times(numbers: dict[str, Any]) -> dict[str, float | None]:
     }
 
 
-def source(folders: Sequence[Path]) -> str:
+def source(runs: Sequence[Path | Run]) -> str:
     """The small print of a figure: hardware, device, threads, date, run ids, and how many runs were disturbed."""
-    found = [(folder, result) for folder in folders if (result := runfolder.read_result(folder)) is not None]
+    found = [(run, result) for run in map(Run.of, runs) if (result := run.result()) is not None]
     if not found:
         return "no finished run"
     _, first = found[0]
-    threads = sorted({count for _, result in found for count in result["threads_per_rank"]})
-    ids = ", ".join(_short_id(folder) for folder, _ in found[:4]) + (f" and {len(found) - 4} more" * (len(found) > 4))
+    threads = machine.threads_text(count for _, result in found for count in result["threads_per_rank"])
+    ids = ", ".join(_short_id(run.folder) for run, _ in found[:4]) + (f" and {len(found) - 4} more" * (len(found) > 4))
     machine_name = f"{machine.hardware_name(first['hardware'])}, {first['device']}, {first['dtype']}"
-    per_rank = f"{'/'.join(map(str, threads))} thread(s) a rank"
     disturbed = sum(bool(result.get("disturbed")) for _, result in found)
     words = f"; {disturbed} of these runs {'was' if disturbed == 1 else 'were'} disturbed" if disturbed else ""
-    return f"{machine_name}, {per_rank}; {first['date'][:10]}; runs {ids}{words}"
+    return f"{machine_name}, {threads}; {first['date'][:10]}; runs {ids}{words}"
 
 
 def _short_id(folder: Path) -> str:
@@ -83,7 +82,13 @@ def _short_id(folder: Path) -> str:
 
 
 def paired_ratios(table: pd.DataFrame, column: str, baseline: int = 0) -> pd.DataFrame:
-    """A sweep's column as a ratio to the configuration `baseline` of the same repeat: median, least, greatest."""
+    """A sweep's column as a ratio to the configuration `baseline` of the same repeat: median, least, greatest.
+
+    Args:
+        table: of a `launch.Sweep`, with repeat, config and layout.
+        column: the numbers to divide.
+        baseline: the number of a configuration.
+    """
     wide = table.pivot(index="repeat", columns="config", values=column)
     ratios = wide.div(wide[baseline], axis=0)
     labels = table.drop_duplicates("config").set_index("config")["layout"]

@@ -103,6 +103,11 @@ class Parallel(Frozen):
 
         return make_mesh(device_type, list(self.sizes.values()), AXIS_NAMES)
 
+    @property
+    def slug(self) -> str:
+        """The layout in the names of files: `dp2-pp4`."""
+        return str(self).replace(" × ", "-").replace(" ", "")
+
     def __str__(self) -> str:
         axes = [f"{name} {size}" for name, size in self.sizes.items() if size > 1]
         return " × ".join(axes + ["fsdp"] * self.fsdp) if axes else "1 rank"

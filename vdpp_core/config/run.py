@@ -23,6 +23,11 @@ COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def by_text(*sizes: int) -> str:
+    """Sizes as text: `14 × 72 × 128`."""
+    return " × ".join(map(str, sizes))
+
+
 class RunConfig(
     fields.Output,
     fields.Watching,
@@ -126,6 +131,12 @@ class RunConfig(
         return 1, fields.LATENT_CHANNELS, self.num_frames or frames, rows, columns
 
     @property
+    def size_text(self) -> str:
+        """Frames × height × width of the latents as text, with the batch in front where it holds several videos."""
+        batch, _, *size = self.shape
+        return by_text(*[batch] * (batch > 1), *size)
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """Width and height of the videos in pixels."""
         return self.shape[4] * fields.PIXELS_PER_LATENT, self.shape[3] * fields.PIXELS_PER_LATENT
@@ -155,6 +166,16 @@ class RunConfig(
         """Whether guidance passes run one after the other; with cfg 2 each rank has only one."""
         at_once = self.parallel is not None and self.parallel.cfg == 2
         return not at_once and (self.guidance_mode == "sequential" or self.enable_memory_opt)
+
+    @property
+    def guidance_passes(self) -> int:
+        """UNet passes of a step: 2 with classifier-free guidance (Ho and Salimans 2022), else 1."""
+        return 2 if self.guidance_scale > 1 else 1
+
+    @property
+    def calls_per_step(self) -> int:
+        """Calls of the UNet in a step on one rank: one per pass where the passes run one after the other, else 1."""
+        return self.guidance_passes if self.sequential else 1
 
     def to_json(self) -> str:
         """Serialise for config.json."""

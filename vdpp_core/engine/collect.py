@@ -9,19 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vdpp_core.config import RunConfig
 from vdpp_core.parallel.rendezvous import PATIENCE, Ranks
 from vdpp_core.parallel.world import communication
 from vdpp_core.runs import results, runfolder
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import write_whole
+from vdpp_core.runs.run import Run
 
 CHUNK = 16 * 2**20  # bytes per message
 
 
-def finish(
-    config: RunConfig, folder: Path, ranks: Ranks, log: EventLog, predict_times: results.PredictTimes | None = None
-) -> None:
+def finish(run: Run, ranks: Ranks, log: EventLog, predict_times: results.PredictTimes | None = None) -> None:
     """Collect the files, have rank 0 write the result, and give it to all machines. All ranks have to call it.
 
     On one machine this does nothing. On shared storage there is nothing to collect: a machine that sees a file which
@@ -32,6 +30,7 @@ def finish(
     """
     if not ranks.several_machines:
         return
+    folder = run.folder
     log.sync()
     with communication():
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -47,11 +46,11 @@ def finish(
                     _receive(folder / name, size, rank, group, log)
     result: list[dict[str, Any]] = [{}]
     if ranks.rank == 0:
-        if config.command == "generate" and any(files):
+        if run.config.command == "generate" and any(files):
             from vdpp_core.engine import videos  # takes seconds, which the other commands need not spend
 
-            videos.make_contact_sheet(config, folder)
-        result = [results.write(folder, "ok", predict_times=predict_times)]
+            videos.make_contact_sheet(run.config, folder)
+        result = [results.write(run, "ok", predict_times=predict_times)]
     with communication(0):
         dist.broadcast_object_list(result, src=0, group=group)
     if leads and ranks.rank != 0:

@@ -9,17 +9,16 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import processes, results
+from vdpp_core.runs import results
 from vdpp_core.runs.disturbed import Surroundings
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import Place
-from vdpp_core.runs.stalls import PERIOD_S, Stall, Watchdog
+from vdpp_core.runs.run import Run
+from vdpp_core.runs.stalls import LAST_WORDS_S, PERIOD_S, Stall, Watchdog
 
-PATIENCE_S = 3.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -29,11 +28,11 @@ class RankMonitor(threading.Thread):
     A context manager. When it finds a reason to end, it writes the rank's last event and ends the process.
     """
 
-    def __init__(self, folder: Path, log: EventLog, surroundings: Surroundings, follow_parent: bool) -> None:
+    def __init__(self, run: Run, log: EventLog, surroundings: Surroundings, follow_parent: bool) -> None:
         super().__init__(daemon=True)
-        self.folder, self.log, self.surroundings = folder, log, surroundings
+        self.folder, self.log, self.surroundings = run.folder, log, surroundings
         self.parent = os.getppid() if follow_parent else None
-        self.watchdog, self.place = Watchdog(folder), Place(folder / "events")
+        self.watchdog, self.place = Watchdog(run), Place(run.folder / "events")
         self.stopped = False
 
     def __enter__(self) -> RankMonitor:
@@ -74,7 +73,7 @@ class RankMonitor(threading.Thread):
 
     def _stall(self) -> Stall | None:
         with contextlib.suppress(OSError):  # a file vanished while it was read
-            return self.watchdog.over()
+            return self.watchdog.fatal()
         return None
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:
@@ -83,7 +82,7 @@ class RankMonitor(threading.Thread):
             self._leave()
         self.log.last_word(kind, **facts)
         try:
-            if not processes.launcher_alive(self.folder):
+            if not self.watchdog.run.launcher_alive():
                 self._settle()
         except (ConfigError, OSError) as error:  # config.json is damaged, or the folder is gone
             print(f"{self.folder}: no result could be written: {error}", file=sys.stderr, flush=True)
@@ -91,11 +90,11 @@ class RankMonitor(threading.Thread):
             os._exit(code)
 
     def _settle(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not results.all_ended(self.folder) and time.monotonic() < deadline:
+        deadline = time.monotonic() + LAST_WORDS_S
+        while not results.all_ended(self.watchdog.run) and time.monotonic() < deadline:
             time.sleep(0.1)
-        by_hand = processes.read_launcher(self.folder) is None
-        results.settle(self.folder, reason=None if by_hand else "the launcher was killed", again=by_hand)
+        by_hand = self.watchdog.run.launcher() is None
+        results.settle(self.watchdog.run, reason=None if by_hand else "the launcher was killed", again=by_hand)
 
     def _leave(self) -> None:
         """End without writing to the folder, which is no longer this run's."""

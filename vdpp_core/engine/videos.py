@@ -22,7 +22,7 @@ from vdpp_core.models.images import Frames
 from vdpp_core.models.svd import load_official
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import write_whole
-from vdpp_core.runs.saved_latents import video_names
+from vdpp_core.runs.runfolder import video_names
 
 
 def make(

@@ -29,10 +29,11 @@ from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.parallelize import parallelize, sent
 from vdpp_core.parallel.rendezvous import Ranks, agree
 from vdpp_core.parallel.world import LostRankError, World, joined
-from vdpp_core.runs import origin, processes, results, resuming, runfolder, saved_latents
+from vdpp_core.runs import origin, processes, results, runfolder
 from vdpp_core.runs.disturbed import Surroundings
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import FullDiskError
+from vdpp_core.runs.run import Run
 
 Source = Callable[[int], Tensor]
 Sink = Callable[[int, Tensor], None]
@@ -51,39 +52,37 @@ def run(config: RunConfig, predict_times: results.PredictTimes | None = None) ->
     checks.check(config, local_ranks=1)
     folder = runfolder.create(config)
     try:
-        execute(folder, Ranks(0, 1, 0, 1, under_torchrun=False), monitored=False, predict_times=predict_times)
+        execute(Run(folder), Ranks(0, 1, 0, 1, under_torchrun=False), monitored=False, predict_times=predict_times)
     except BaseException:
-        results.settle(folder)
+        results.settle(Run(folder))
         raise
     return folder
 
 
-def execute(
-    folder: Path, ranks: Ranks, monitored: bool = True, predict_times: results.PredictTimes | None = None
-) -> None:
-    """Do this rank's part of the run in `folder`. Rank 0 writes result.json at the end.
+def execute(run: Run, ranks: Ranks, monitored: bool = True, predict_times: results.PredictTimes | None = None) -> None:
+    """Do this rank's part of a run. Rank 0 writes result.json at the end.
 
     Args:
         monitored: watch for signals, a lost launcher and stalled ranks, and end this process when one occurs.
         predict_times: predicts the run's times from its warm-up; see `results.settle`.
     """
-    config = RunConfig.read(folder)
+    config = run.config
     execution = resolve(config, ranks.local_world_size)
     surroundings = Surroundings(execution, counts=ranks.local_rank == 0)
     with (
-        EventLog(folder, ranks.rank) as log,
-        RankMonitor(folder, log, surroundings, ranks.under_torchrun) if monitored else nullcontext(),
+        EventLog(run.folder, ranks.rank) as log,
+        RankMonitor(run, log, surroundings, ranks.under_torchrun) if monitored else nullcontext(),
     ):
         try:
-            with joined(config.layout, execution, ranks, folder.name) as world:
-                _Rank(config, execution, folder, ranks, world, log, surroundings).work()
+            with joined(config.layout, execution, ranks, run.id) as world:
+                _Rank(run, execution, ranks, world, log, surroundings).work()
                 world.barrier()
-                collect.finish(config, folder, ranks, log, predict_times)
+                collect.finish(run, ranks, log, predict_times)
         except BaseException as error:
             log.last_word("error", **_last_words(error))
             raise
     if ranks.rank == 0 and not ranks.several_machines:
-        results.write(folder, "ok", predict_times=predict_times)
+        results.write(run, "ok", predict_times=predict_times)
 
 
 def _last_words(error: BaseException) -> dict[str, Any]:
@@ -99,18 +98,18 @@ class _Rank:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: Run,
         execution: Execution,
-        folder: Path,
         ranks: Ranks,
         world: World,
         log: EventLog,
         surroundings: Surroundings,
     ) -> None:
-        self.config, self.execution, self.dtype = config, execution, execution.dtype
-        self.folder, self.ranks, self.world, self.log = folder, ranks, world, log
+        self.run, self.ranks, self.world, self.log = run, ranks, world, log
+        self.config, self.execution, self.dtype = run.config, execution, execution.dtype
         self.surroundings = surroundings
-        self.steps, self.todo = config.stages()[world.place.stage], resuming.work(folder, config)
+        config, self.todo = run.config, run.work
+        self.steps = config.stages()[world.place.stage]
         self.samples = config.samples(world.place.replica, self.todo.latents)
         self.padding = config.padding(world.place.replica, self.todo.latents)
         self.busy = bool(self.samples or self.padding)
@@ -222,12 +221,12 @@ class _Rank:
 
         Called when everything is loaded: by then a hub model's revision is known.
         """
-        config, folder, execution = self.config, self.folder, self.execution
+        config, folder, execution = self.config, self.run.folder, self.execution
         subject = f"origin of {folder.name}"
         text = agree(self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), subject)
         record = origin.Origin.model_validate_json(text)
         if self.ranks.local_rank == 0 and self.ranks.rank > 0:
-            origin.follow(folder, config, execution, record)
+            origin.begin(folder, config, execution, record)
         return record.digest
 
     def _warm_up(self) -> None:
@@ -251,7 +250,7 @@ class _Rank:
         if self.config.save_latents:
             if not torch.isfinite(latents).all():
                 raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
-            saved_latents.save_latents(self.folder, sample, latents.transpose(1, 2), self.origin)
+            self.run.save_latents(sample, latents.transpose(1, 2), self.origin)
         if self.config.command == "generate":
             self.finished[sample] = latents
         self.log.write("sample", sample)
@@ -267,12 +266,12 @@ class _Rank:
         self.meter.reset()
         share = self._share_of_latents()
         for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
-            share[sample] = saved_latents.load_latents(self.folder, sample).transpose(1, 2).to(self.world.device)
+            share[sample] = self.run.load_latents(sample).transpose(1, 2).to(self.world.device)
         if share:
-            self.videos.make(self.config, self.folder, share, self.world.device, self.dtype, self.log)
+            self.videos.make(self.config, self.run.folder, share, self.world.device, self.dtype, self.log)
         self.world.barrier()
         if self.world.rank == 0:
-            self.videos.make_contact_sheet(self.config, self.folder)
+            self.videos.make_contact_sheet(self.config, self.run.folder)
 
     def _share_of_latents(self) -> dict[int, Tensor]:
         """Sample -> latents, (B, F, 4, H, W), of every n-th sample of the replica, n being its number of ranks.

@@ -39,7 +39,7 @@ class Conditioning:
     ) -> Conditioning:
         """Allocate tensors of the right shapes for `samples` samples."""
         batch, channels, _, rows, columns = config.shape
-        batch *= 2 if config.guidance_scale > 1 else 1
+        batch *= config.guidance_passes
         return cls(
             torch.empty(batch, 1, unet.config.cross_attention_dim, device=device, dtype=dtype),
             torch.empty(samples, batch, channels, rows, columns, device=device, dtype=dtype),
@@ -91,7 +91,7 @@ def encode(config: RunConfig, pipeline: StableVideoDiffusionPipeline, draws: lis
     """
     assert config.image_path is not None
     image, device, batch = read_image(config.image_path, config.image_size), pipeline.vae.device, config.shape[0]
-    guided = config.guidance_scale > 1
+    guided = config.guidance_passes > 1
     image_embeddings = pipeline._encode_image(image, device, batch, guided)
     pixels = pipeline.video_processor.preprocess(image, height=config.image_size[1], width=config.image_size[0])
     pixels = pixels.to(device)

@@ -29,8 +29,8 @@ class Denoiser:
         self.latent_shape = (batch, frames, channels, rows, columns)
         scales = torch.linspace(config.min_guidance_scale, config.guidance_scale, frames)
         self.guidance_scale = scales.to(self.device, self.dtype).view(1, frames, 1, 1, 1)
-        self.halves = 2 if config.guidance_scale > 1 else 1
-        self.passes = self.halves if config.sequential else 1
+        self.halves = config.guidance_passes
+        self.passes = config.calls_per_step
 
     def noise(self, generator: torch.Generator) -> Tensor:
         """Draw the latents before step 0."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.run import by_text
 
 Frames = NDArray[np.uint8]  # (frames, height, width, 3)
 LEAST_SIDE = 2  # pixels: the official pipeline mirrors the image at its edges before resizing it
@@ -34,8 +35,7 @@ def read_image(path: Path, size: tuple[int, int]) -> Image.Image:
     with _opened(path) as image:
         given, upright = image.size, ImageOps.exif_transpose(_decoded(image, size))
     if min(upright.size) < LEAST_SIDE:
-        what = " × ".join(map(str, given)) + " pixels"
-        kept = " × ".join(map(str, upright.size))
+        what, kept = f"{by_text(*given)} pixels", by_text(*upright.size)
         allowed = f"has {what}, of which {kept} have the proportions of the video: {LEAST_SIDE} × {LEAST_SIDE} at least"
         raise ConfigError("image", path, allowed)
     if upright.has_transparency_data:
@@ -88,11 +88,11 @@ def how_it_fits(path: Path, size: tuple[int, int]) -> str:
             given = given[::-1]
     left, top, right, bottom = _centre(given, size)
     kept = right - left, bottom - top
-    words = [f"{path.name}, {given[0]} × {given[1]} pixels"]
+    words = [f"{path.name}, {by_text(*given)} pixels"]
     if kept != given:
-        words.append(f"cropped to its centre, {kept[0]} × {kept[1]}")
+        words.append(f"cropped to its centre, {by_text(*kept)}")
     if kept != size:
-        words.append(f"resized to {size[0]} × {size[1]}")
+        words.append(f"resized to {by_text(*size)}")
     return ", ".join(words)
 
 

@@ -16,23 +16,26 @@ from typing import Any
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import files, runfolder
-from vdpp_core.runs.events import ENDS, Event
+from vdpp_core.runs import files, kinds
+from vdpp_core.runs.kinds import Event
+from vdpp_core.runs.run import Run
 
 Entry = dict[str, Any]
+_Work = kinds.Take | kinds.Step | kinds.Send | kinds.Pad | kinds.Warm
 
 PHASES = {"start": "loading", "loaded": "warming up", "clock": "running", "decode": "decoding"}
 NAMES = {"pad": "padding", "warm": "warm-up step"}
 
 
-def write(folder: Path, path: Path | None = None) -> Path:
+def write(run: Path | Run, path: Path | None = None) -> Path:
     """Write the trace of a run, finished or not, to `path` (default: trace.json in its folder) and return the path.
 
     Raises:
         ConfigError: the folder has no run's config.json, or the file cannot be written.
     """
-    path = path or folder / "trace.json"
-    text = json.dumps(trace(folder))
+    run = Run.of(run)
+    path = path or run.folder / "trace.json"
+    text = json.dumps(trace(run))
     try:
         files.write_atomically(path, text)
     except (OSError, ValueError) as error:  # ValueError: not a possible file name
@@ -40,19 +43,20 @@ def write(folder: Path, path: Path | None = None) -> Path:
     return path
 
 
-def trace(folder: Path) -> Entry:
+def trace(run: Path | Run) -> Entry:
     """The trace of a run folder as a JSON object, without damaged events.
 
     Raises:
         ConfigError: the folder has no run's config.json.
     """
-    config, result = RunConfig.read(folder), runfolder.read_result(folder) or {}
+    run = Run.of(run)
+    config, result = run.config, run.result() or {}
     ranks = range(config.layout.world_size)
-    events = [event for event in runfolder.read_events(folder) if event["rank"] in ranks]
-    zero = events[0]["t"] if events else 0.0
+    events = [event for event in run.events() if event.rank in ranks]
+    zero = events[0].t if events else 0.0
     own: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        own[event["rank"]].append(event)
+        own[event.rank].append(event)
     threads = [_Thread(config, rank, own[rank], zero) for rank in ranks]
     pids = {name: number for number, name in enumerate(dict.fromkeys(thread.process for thread in threads), start=1)}
     entries = [entry for thread in threads for entry in thread.entries] + _arrows(config, threads)
@@ -62,7 +66,7 @@ def trace(folder: Path) -> Entry:
     for entry in entries:
         entry["pid"] = pids[threads[entry["tid"]].process]
     entries.sort(key=lambda entry: (entry["ts"], -entry.get("dur", 0)))
-    facts = {"run_id": folder.name, "layout": str(config.layout), "outcome": result.get("outcome"), "epoch_s": zero}
+    facts = {"run_id": run.id, "layout": str(config.layout), "outcome": result.get("outcome"), "epoch_s": zero}
     return {"traceEvents": _names(threads, pids) + entries, "displayTimeUnit": "ms", "otherData": facts}
 
 
@@ -72,13 +76,13 @@ class _Thread:
     def __init__(self, config: RunConfig, rank: int, own: Sequence[Event], zero: float) -> None:
         self.rank, self.zero, self.place = rank, zero, config.layout.place(rank)
         steps = config.stages()[self.place.stage]
-        host = next((event["host"] for event in own if "host" in event), None)
+        host = next((event.host for event in own if isinstance(event, kinds.Start)), None)
         self.process = f"replica {self.place.replica}" + (f" on {host}" if host else "")
         self.name = f"rank {rank}: steps {steps[0]}–{steps[-1]}"
         self.entries: list[Entry] = []
         self.open: list[Entry] = []  # the phase, and in it the video
         self.floor = 0  # end of the last slice
-        self.silent = not any(event["kind"] in ENDS for event in own)
+        self.silent = not any(isinstance(event, kinds.LastWord) for event in own)
         before: Event | None = None
         for event in own:
             self._draw(event, before)
@@ -90,44 +94,41 @@ class _Thread:
         return {"ph": ph, "ts": ts, "tid": self.rank, "name": name, "cat": cat, **more}
 
     def _draw(self, event: Event, before: Event | None) -> None:
-        kind, t, args = event["kind"], self._us(event["t"]), self._args(event)
+        kind, t, args = event.kind, self._us(event.t), self._args(event)
         if kind in PHASES and not (kind == "decode" and self._phase() == PHASES["decode"]):
             self._close_all(t)
             self._begin(t, PHASES[kind], "phase", {})
-        if kind in ("take", "step", "send", "pad", "warm"):
+        if isinstance(event, _Work):
             self._draw_work(event, before)
-        elif kind == "decode":
+        elif isinstance(event, kinds.Decode):
             self._close_video(t)
-            self._begin(t, f"video of sample {event['sample']}", "video", args)
+            self._begin(t, f"video of sample {event.sample}", "video", args)
         elif kind == "chunk":
             self._slice(self.floor, t, "chunk of frames", kind, args)
         elif kind == "video":
             self._close_video(t)
-        elif kind == "comparing":
-            self._slice(
-                self.floor, t, f"official pipeline, sample {event['sample']}, to step {event['step']}", kind, args
-            )
-        elif kind == "official":
-            self._slice(self.floor, t, f"official pipeline, sample {event['sample']}, decoding", kind, args)
+        elif isinstance(event, kinds.Comparing):
+            self._slice(self.floor, t, f"official pipeline, sample {event.sample}, to step {event.step}", kind, args)
+        elif isinstance(event, kinds.Official):
+            self._slice(self.floor, t, f"official pipeline, sample {event.sample}, decoding", kind, args)
         elif kind == "clock":
             self._instant(t, "clock starts", kind, args)
-        elif kind == "sample":
-            self._instant(t, f"sample {event['sample']} finished", kind, args)
-        elif kind in ENDS:
+        elif isinstance(event, kinds.Finished):
+            self._instant(t, f"sample {event.sample} finished", kind, args)
+        elif isinstance(event, kinds.LastWord):
             self._close_all(t)
-            if kind != "done":
-                self._instant(t, str(event.get("error", kind)), "failure", args)
+            if not isinstance(event, kinds.Done):
+                self._instant(t, event.error if isinstance(event, kinds.Error) else kind, "failure", args)
         self.floor = max(self.floor, t)
 
-    def _draw_work(self, event: Event, before: Event | None) -> None:
-        kind: str = event["kind"]
-        sample, seconds = event.get("sample", 0), event["seconds"]
-        begin, end = self._us(event["t"] - seconds), self._us(event["t"])
-        if kind == "take" and self.place.stage == 0:
+    def _draw_work(self, event: _Work, before: Event | None) -> None:
+        kind, sample = event.kind, event.sample if isinstance(event, kinds.OfSample) else 0
+        begin, end = self._us(event.t - event.seconds), self._us(event.t)
+        if isinstance(event, kinds.Take) and self.place.stage == 0:
             return  # the first stage receives nothing
-        if kind == "send" and before is not None and before["kind"] == "step":
+        if isinstance(event, kinds.Send) and isinstance(before, kinds.Step):
             begin = self.floor  # the earliest moment: it may arrive before the sender records it
-        name = f"sample {sample}, step {event['step']}" if kind == "step" else NAMES.get(kind, kind)
+        name = f"sample {sample}, step {event.step}" if isinstance(event, kinds.Step) else NAMES.get(kind, kind)
         self._slice(begin, end, name, kind if sample >= 0 else "warm-up", self._args(event))
 
     def _phase(self) -> str | None:
@@ -137,7 +138,7 @@ class _Thread:
         return round((t - self.zero) * 1e6)
 
     def _args(self, event: Event) -> dict[str, Any]:
-        return {name: fact for name, fact in event.items() if name not in ("t", "rank", "kind")}
+        return event.model_dump(exclude={"t", "rank", "kind"}, exclude_unset=True)
 
     def _slice(self, begin: int, end: int, name: str, cat: str, args: dict[str, Any]) -> None:
         begin = max(min(begin, end - 1), self.floor)

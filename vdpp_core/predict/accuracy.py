@@ -15,6 +15,7 @@ from vdpp_core.config.execution import resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import published, rates
 from vdpp_core.predict.rates import Rates
+from vdpp_core.runs.run import Run
 
 
 def against_published(known: Rates) -> pd.DataFrame:
@@ -35,7 +36,7 @@ def against_published(known: Rates) -> pd.DataFrame:
 
 
 def _video(config: RunConfig) -> str:
-    return " × ".join(map(str, config.shape[2:]))
+    return config.size_text
 
 
 def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
@@ -97,7 +98,7 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
         groups.setdefault(key, []).append(folder)
     compared = []
     for group in groups.values():
-        plain = {folder: config for folder in group if rates.is_plain((config := RunConfig.read(folder)).layout)}
+        plain = {folder: config for folder in group if rates.is_plain((config := Run(folder).config).layout)}
         if len(group) > 1 and plain:
             best = max(plain, key=lambda folder: (plain[folder].layout.pp > 1, plain[folder].num_samples))
             compared.append(against_runs(group, rates.from_run(best)))

@@ -55,12 +55,7 @@ def cost(config: RunConfig, member: int | None = None) -> Cost:
     sent = dict(counted)
     if member is None and (config.parallel or Parallel()).frames > 2:
         sent["halo"] *= 2
-    return Cost(flops, sent, passes(config) * exchanges, *gathering(config))
-
-
-def passes(config: RunConfig) -> int:
-    """Forward passes that a rank runs one after the other in a step."""
-    return 2 if config.sequential and config.guidance_scale > 1 else 1
+    return Cost(flops, sent, config.calls_per_step * exchanges, *gathering(config))
 
 
 def gathering(config: RunConfig) -> tuple[int, int]:
@@ -72,7 +67,7 @@ def gathering(config: RunConfig) -> tuple[int, int]:
     if shards == 1:
         return 0, 0
     whole, pieces = _units(config.model, config.model_id, resolve(config).dtype)
-    return passes(config) * whole * (shards - 1) // shards, passes(config) * pieces
+    return config.calls_per_step * whole * (shards - 1) // shards, config.calls_per_step * pieces
 
 
 def parameters(config: RunConfig) -> int:
@@ -98,7 +93,7 @@ def formula(config: RunConfig) -> dict[str, float]:
     """
     ranks = (config.parallel or Parallel()).frames
     batch, channels, frames, rows, columns = config.shape
-    videos = batch * (2 if config.guidance_scale > 1 else 1)
+    videos = batch * config.guidance_passes
     frame = videos * resolve(config).element_size  # bytes of one value of a frame, in all videos
     layers = temporal_layers(config.model, config.model_id)
     transformers, resnets = (

@@ -21,6 +21,7 @@ from vdpp_core.predict import communicators, trace
 from vdpp_core.predict.allocator import FullError
 from vdpp_core.predict.replay import Peak, peak, play, room_needed
 from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 # Device memory outside PyTorch's allocator on one rank: CUDA's context, the libraries' own memory, and what is not
 # modelled. NCCL's communicators come on top (vdpp_core/predict/communicators.py).
@@ -53,8 +54,9 @@ def record(folder: Path) -> None:
     Raises:
         ConfigError: config.json or the model that it names cannot be read.
     """
-    if runfolder.read_prediction(folder) is None:
-        runfolder.write_prediction(folder, predict(RunConfig.read(folder)).in_gb())
+    run = Run(folder)
+    if run.prediction is None:
+        runfolder.write_prediction(folder, predict(run.config).in_gb())
 
 
 def predict_decoding(config: RunConfig) -> Peak | None:
@@ -185,7 +187,7 @@ def _allowed_for_decoding(config: RunConfig, capacity: float) -> float:
 def remedies(config: RunConfig, capacity: float) -> list[str]:
     """Flags or sizes, each of which alone would make a run fit `capacity` bytes; with FSDP the fewest ranks."""
     modes: dict[str, dict[str, Any]] = {}
-    if not config.sequential and config.guidance_scale > 1:
+    if config.guidance_passes > config.calls_per_step:
         modes["--guidance-mode sequential"] = {"guidance_mode": "sequential"}
     if not config.chunked and config.model != "dummy":
         modes["--forward-chunking"] = {"forward_chunking": True}
@@ -210,7 +212,7 @@ def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
     if config.model == "dummy" or layout.lockstep > 1:
         return []
     found, changes = [], []
-    if not config.sequential and config.guidance_scale > 1:
+    if config.guidance_passes > config.calls_per_step:
         changes.append({"cfg": 2})
     peak, most = predict(config), needed(config)
     enough = (

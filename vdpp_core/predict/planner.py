@@ -194,7 +194,7 @@ def _row(
         whole = config.replace(parallel=layout, fsdp_same_sample=False)
     except ConfigError as error:
         return row | {"reason": str(error)}
-    guided = config.guidance_scale > 1 and layout.cfg == 1
+    guided = config.guidance_passes > layout.cfg
     capacity_gib = memory.device_gib(whole, capacity_gib)
     for mode in modes if guided else modes[:1]:
         candidate = whole.replace(guidance_mode=mode)

@@ -77,7 +77,7 @@ class Predictor:
         room = self.fit.room(config) if self.fit and self.fit.covers(config) else self._counted(config)
         batch, channels, _, rows, columns = config.shape
         image_latents = batch * channels * rows * columns * resolve(config).element_size
-        more = (len(config.samples(0)) - 1) * image_latents * (2 if config.guidance_scale > 1 else 1)
+        more = (len(config.samples(0)) - 1) * image_latents * config.guidance_passes
         return Room(room.peak + more, room.needed + more + memory.outside(config))
 
     def _counted(self, config: RunConfig) -> Room:
@@ -127,11 +127,11 @@ class _Fit:
 
     def cost(self, config: RunConfig) -> Cost:
         layout, (batch, _, frames, rows, columns) = config.layout, config.shape
-        videos = batch * (2 if config.guidance_scale > 1 and layout.cfg == 1 else 1)
+        videos = batch * config.guidance_passes // layout.cfg
         flops = videos * self.flops @ _work(frames, rows, columns, layout.frames)
         axes = [axis for axis, size in layout.lockstep_sizes.items() if size > 1]
         sent = {kind: int(size) for axis in axes for kind, size in SENT[axis](config).items()}
-        exchanges = costs.passes(config) * sum(self.exchanges[axis] for axis in axes)
+        exchanges = config.calls_per_step * sum(self.exchanges[axis] for axis in axes)
         return Cost(int(flops), sent, exchanges, *costs.gathering(config))
 
     def room(self, config: RunConfig) -> Room:
@@ -185,7 +185,7 @@ def _work(frames: int, rows: int, columns: int, ranks: int) -> Array:
 def _held(config: RunConfig) -> Array:
     """What a rank's memory is linear in: positions of its frames and simultaneous passes, and of whole latents."""
     batch, _, frames, rows, columns = config.shape
-    at_once = 2 if config.guidance_scale > 1 and config.layout.cfg == 1 and not config.sequential else 1
+    at_once = config.guidance_passes // config.layout.cfg // config.calls_per_step
     own = math.ceil(frames / config.layout.frames)
     return batch * rows * columns * np.array([at_once * own, frames, 0.0]) + np.array([0.0, 0.0, 1.0])
 

@@ -24,8 +24,9 @@ from vdpp_core.predict import costs, schedule
 from vdpp_core.predict.costs import Cost
 from vdpp_core.predict.schedule import Schedule, Seconds
 from vdpp_core.runs import disturbed, files, machine, other_runs, results, runfolder
-from vdpp_core.runs.events import Event
-from vdpp_core.runs.metrics import Array, others_at_work
+from vdpp_core.runs.kinds import Event
+from vdpp_core.runs.metrics import Array, others_busy
+from vdpp_core.runs.run import Run
 
 HICCUP = 3  # times the median of a rank's steps
 VISIBLE = 0.5  # difference in the number of busy ranks from which on their effect can be measured
@@ -151,7 +152,7 @@ def predict_schedule(config: RunConfig, cost: Cost, rates: Rates, arrivals: Arra
     if rates.slowdown and rates.cores and config.layout.world_size > 1:
         spans = planned.spans()
         busy = np.array([span.busy for span in spans])
-        others = min(float((others_at_work(spans) * busy).sum() / busy.sum()), rates.cores - 1)
+        others = min(float((others_busy(spans) * busy).sum() / busy.sum()), rates.cores - 1)
         slower = replace(rates, flops_per_s=rates.flops_per_s / (1 + rates.slowdown * others))
         step = Seconds(seconds(cost, shared(config, slower)), hop=step.hop)
         planned = schedule.predict(config, step, arrivals)
@@ -177,7 +178,7 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
     checkpoint.check_model(config, resolve(config))
     on_cpu = result["device"] == "cpu"
-    events = runfolder.read_events(folder)
+    events = Run(folder).events()
     spans = results.measured_spans(events)
     if len(spans) != config.num_samples * config.layout.pp:
         raise ConfigError("calibrate", folder, "must have the events of all of its samples")
@@ -185,7 +186,7 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     steady = _without_hiccups(events, crowd=1.0 if cores is None else max(1.0, config.layout.world_size / cores))
     sizes = np.array([len(steady[span.rank, span.sample]) for span in spans])
     each = np.array([fmean(steady[span.rank, span.sample] or [0.0]) for span in spans])
-    step, slowdown = _step_alone(others_at_work(spans), each, sizes) if on_cpu else (_mean_step(each, sizes), 0.0)
+    step, slowdown = _step_alone(others_busy(spans), each, sizes) if on_cpu else (_mean_step(each, sizes), 0.0)
     others, reason = result.get("other_ranks_at_work"), disturbed.unfit(result)
     company = f" beside {other_runs.ranks_of_other_runs(others)}" if others else ""
     return Rates(
@@ -209,7 +210,7 @@ def _without_hiccups(events: Sequence[Event], crowd: float) -> dict[tuple[int, i
         crowd: factor by which a step may be longer while all ranks are busy.
     """
     seconds = {
-        place: [steps[0]["seconds"], *(after["t"] - before["t"] for before, after in itertools.pairwise(steps))]
+        place: [steps[0].seconds, *(after.t - before.t for before, after in itertools.pairwise(steps))]
         for place, steps in results.measured_steps(events).items()
     }
     most: dict[int, float] = {}
@@ -228,7 +229,8 @@ def finished(folder: Path, though_disturbed: bool = False) -> tuple[RunConfig, d
     if not isinstance(folder, Path):
         raise ConfigError("calibrate", folder, "must be the Path of a run folder")
     try:
-        config, result = RunConfig.read(folder), runfolder.read_result(folder)
+        run = Run(folder)
+        config, result = run.config, run.result()
         if result is None or result["outcome"] != "ok":
             raise ConfigError("calibrate", folder, "must be a run that finished")
         if result.get("resumed"):
@@ -290,6 +292,6 @@ def is_plain(layout: Parallel) -> bool:
 def setting_of(config: RunConfig, result: dict[str, Any]) -> str:
     """Model, hardware, type and threads in words: equal for runs that can be predicted from each other."""
     device = str(result["device"]).partition(":")[0]
-    threads = "/".join(map(str, sorted(set(result["threads_per_rank"]))))
+    threads = machine.threads_text(result["threads_per_rank"])
     weights = f"{config.model_id or config.model}{', shortcuts' * config.shortcuts}"
-    return f"{weights} on {machine.hardware_name(result['hardware'])}, {device}, {result['dtype']}, {threads} thread(s)"
+    return f"{weights} on {machine.hardware_name(result['hardware'])}, {device}, {result['dtype']}, {threads}"

@@ -1,7 +1,7 @@
 """What disturbed the times of a run: ranks that stood still, a machine that slept, other runs on the same cores.
 
-Times are judged by the run itself: what a rank took from when all that it needed was there, against what it usually
-takes. Waiting for others disturbs nothing, whoever the others are.
+Times are judged by the run itself: the time a rank took once everything that it needed was there, against the time it
+usually takes. Waiting for other ranks is not a disturbance.
 """
 
 from __future__ import annotations
@@ -9,45 +9,48 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution
 from vdpp_core.config.layout import IN_FLIGHT
-from vdpp_core.runs import other_runs
-from vdpp_core.runs.events import Event, clock_starts
+from vdpp_core.runs import kinds, other_runs
+from vdpp_core.runs.kinds import Event, clock_starts, hosts
 from vdpp_core.runs.stalls import LEAST_SILENCE_S, mates
 
 FAR = 10  # times the usual spread
 SLEPT_S = 1.0
 MOST_LINES = 3
-COUNT_EVERY_S = 30.0  # looking through all processes takes tens of milliseconds
-_SIGMA = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
-_WORK = ("take", "step", "pad", "send", "sample")
+COUNT_EVERY_S = 30.0  # going through all processes takes tens of milliseconds
+_SIGMA = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
+_Timed = kinds.Clock | kinds.Take | kinds.AnyStep | kinds.Send | kinds.Finished
 
 
 class Surroundings:
-    """What a rank notes while the clock runs: whether its machine slept, and one rank of each machine how many ranks of
-    other runs were in the way of this one at most."""
+    """What a rank records about its machine while the clock runs: how long it slept, and ranks of other runs on it.
+
+    asleep_s:    seconds that the machine has slept, up to a constant
+    other_ranks: the most ranks of other runs that shared cores with this one, counted by one rank of each machine
+    """
 
     def __init__(self, execution: Execution, counts: bool) -> None:
         self.execution, self.counts = execution, counts
         self.others, self.next_count = 0, float("inf")
 
     def begin(self) -> dict[str, Any]:
-        """What the event says that starts the clock."""
+        """The facts for the event that starts the clock."""
         self.others = 0
         return self.so_far()
 
     def look(self) -> None:
-        """To be called now and then by a thread that has time."""
+        """Count again where it is time. A thread that is not busy calls this now and then."""
         if time.monotonic() > self.next_count:
             self._count()
 
     def so_far(self) -> dict[str, Any]:
-        """What the last event says."""
+        """The facts for the last event."""
         self._count()
         return {"asleep_s": asleep_s(), "other_ranks": self.others if self.counts else None}
 
@@ -58,44 +61,44 @@ class Surroundings:
 
 
 def reasons(config: RunConfig, events: Sequence[Event], cores: int) -> list[str]:
-    """A line on whatever disturbed the times of a run; none for one that was left in peace.
+    """One line for each thing that disturbed the times of a run.
 
     Args:
-        events: of all ranks, in the order of time.
-        cores: of each machine. Ranks that are more than those take turns by design.
+        events: of all ranks, sorted by time.
+        cores: of each machine. Where a machine has more ranks than cores, they take turns by design.
     """
     lines = _lines(_standstills(config, events, cores))
     for host, seconds in _slept(events).items():
-        lines.append(f"{host or 'the machine'} slept for {seconds:.0f} s while it ran")
+        lines.append(f"{host or 'the machine'} slept for {seconds:.0f} s during the run")
     if others := other_ranks(events):
-        was = "was" if others == 1 else "were"
-        lines.append(f"{other_runs.ranks_of_other_runs(others)} {was} at work on its cores")
+        lines.append(f"{other_runs.ranks_of_other_runs(others)} used the same cores")
     return lines
 
 
 def other_ranks(events: Sequence[Event]) -> int | None:
-    """Ranks of other runs that were at work on the cores of one of its machines; None where nobody looked."""
-    return max((event["other_ranks"] for event in events if "other_ranks" in event), default=None)
+    """The most ranks of other runs that shared cores with this one; None where nothing was recorded."""
+    counted = [event.other_ranks for event in events if isinstance(event, kinds.Clock | kinds.Done)]
+    return max((count for count in counted if count is not None), default=None)
 
 
 def unfit(result: Mapping[str, Any]) -> str | None:
-    """Why the times of a result say nothing about other runs; None if they do.
+    """Why the times of a result cannot be used to predict other runs; None where they can.
 
-    Ranks of other runs are no such reason: steps beside them are longer, and stay so as long as they are there.
+    Ranks of other runs are not a reason: steps beside them take longer, and keep doing so while those are running.
     """
     lines = result.get("disturbed") or []
     return lines[0] if len(lines) > bool(result.get("other_ranks_at_work")) else None
 
 
 def _slept(events: Sequence[Event]) -> dict[str | None, float]:
-    """Machine -> seconds that it slept while the clock ran."""
-    host = {event["rank"]: event.get("host") for event in events if event["kind"] == "start"}
-    before = {event["rank"]: event["asleep_s"] for event in events if event["kind"] == "clock" and "asleep_s" in event}
+    """Machine -> seconds that it slept while the clock ran. The only machine of a run has no name here."""
+    host = hosts(events)
+    before = {e.rank: e.asleep_s for e in events if isinstance(e, kinds.Clock) and e.asleep_s is not None}
     slept: dict[str | None, float] = defaultdict(float)
     for event in events:
-        rank = event["rank"]
-        if event["kind"] == "done" and "asleep_s" in event and rank in before:
-            slept[host.get(rank)] = max(slept[host.get(rank)], event["asleep_s"] - before[rank])
+        if isinstance(event, kinds.Done) and event.asleep_s is not None and event.rank in before:
+            place = host.get(event.rank)
+            slept[place] = max(slept[place], event.asleep_s - before[event.rank])
     several = len(slept) > 1
     return {name if several else None: seconds for name, seconds in slept.items() if seconds > SLEPT_S}
 
@@ -104,7 +107,7 @@ def _slept(events: Sequence[Event]) -> dict[str | None, float]:
 class _Piece:
     """What a rank did between two of its events, in seconds since the clock started."""
 
-    event: Event
+    event: _Timed
     begin: float
     end: float
     usual_s: float = 0.0
@@ -114,12 +117,21 @@ class _Piece:
         return self.end - self.begin
 
     @property
-    def place(self) -> str:
-        """Where it was."""
-        kind, sample, step = (self.event.get(name) for name in ("kind", "sample", "step"))
-        at = {"clock": "when the clock started", "pad": f"at step {step} of a sample that only keeps others company"}
-        at |= {"step": f"at sample {sample}, step {step}", "take": f"before sample {sample}"}
-        return at.get(str(kind), f"after the last step of sample {sample}")
+    def sample(self) -> int | None:
+        return self.event.sample if isinstance(self.event, kinds.OfSample) else None
+
+    def __str__(self) -> str:
+        """Where the rank was."""
+        match self.event:
+            case kinds.Clock():
+                return "when the clock started"
+            case kinds.Pad():
+                return f"at step {self.event.step} of a padding sample"
+            case kinds.Step():
+                return f"at sample {self.sample}, step {self.event.step}"
+            case kinds.Take():
+                return f"before sample {self.sample}"
+        return f"after the last step of sample {self.sample}"
 
 
 @dataclass
@@ -129,18 +141,18 @@ class _Log:
     pieces: list[_Piece] = field(default_factory=list)
     warm: list[float] = field(default_factory=list)
 
-    def of(self, *kinds: str) -> list[_Piece]:
-        return [piece for piece in self.pieces if piece.event["kind"] in kinds]
+    def of(self, *kinds: type[Event]) -> list[_Piece]:
+        return [piece for piece in self.pieces if isinstance(piece.event, kinds)]
 
 
 def _standstills(config: RunConfig, events: Sequence[Event], cores: int) -> list[_Piece]:
-    """The pieces that took far longer than usual, by when they began."""
+    """The pieces that took far longer than usual, sorted by when they began."""
     logs = _logs(events)
     for ready in [_ready(config, rank, logs) for rank in logs]:
         for piece, at in ready:
             piece.begin = max(piece.begin, at)
-    host = {event["rank"]: event.get("host") for event in events if event["kind"] == "start"}
-    threads = {e["rank"]: e["threads"] for e in events if e["kind"] == "start" and e["device"].startswith("cpu")}
+    host = hosts(events)
+    threads = {e.rank: e.threads for e in events if isinstance(e, kinds.Start) and e.device.startswith("cpu")}
     found = []
     for rank, log in logs.items():
         busy = sum(number for other, number in threads.items() if host[other] == host.get(rank))
@@ -149,70 +161,74 @@ def _standstills(config: RunConfig, events: Sequence[Event], cores: int) -> list
 
 
 def _logs(events: Sequence[Event]) -> dict[int, _Log]:
-    """Each piece begins where the one before ended; a padding step where it says: nothing tells of its hand-off."""
+    """Each piece begins where the one before ended; a padding step where it says, for its hand-off has no event."""
     zero, logs = clock_starts(events), dict[int, _Log]()
     last: dict[int, float] = {}
     for event in events:
-        rank, kind = event["rank"], event["kind"]
+        rank = event.rank
         if rank not in zero:
             continue
-        t = event["t"] - zero[rank]
-        if kind == "clock":
+        log, t = logs.setdefault(rank, _Log()), event.t - zero[rank]
+        if isinstance(event, kinds.Clock):
             last[rank] = 0.0
-        if rank in last and kind in ("clock", *_WORK):
-            begin = max(last[rank], t - event["seconds"]) if kind == "pad" else last[rank]
-            logs.setdefault(rank, _Log()).pieces.append(_Piece(event, begin, t))
+        if rank in last and isinstance(event, _Timed):
+            begin = max(last[rank], t - event.seconds) if isinstance(event, kinds.Pad) else last[rank]
+            log.pieces.append(_Piece(event, begin, t))
             last[rank] = t
-        elif kind in ("warm", "step"):
-            logs.setdefault(rank, _Log()).warm.append(event["seconds"])
+        elif isinstance(event, kinds.Warm | kinds.Step):
+            log.warm.append(event.seconds)
     for log in logs.values():
-        while log.pieces and log.pieces[-1].event["kind"] in ("take", "sample"):  # nobody waits for its end
+        while log.pieces and isinstance(log.pieces[-1].event, kinds.Take | kinds.Finished):  # no rank waits for its end
             log.pieces.pop()
     return logs
 
 
 def _ready(config: RunConfig, rank: int, logs: Mapping[int, _Log]) -> list[tuple[_Piece, float]]:
-    """When others had done what the pieces of a rank need: its mates in a step begun theirs, the stage before sent a
-    sample, the stage after taken one, so that there was room for the next."""
+    """When everything was there that the pieces of a rank need.
+
+    A step needs its mates, receiving a sample the stage before, and handing one on room at the stage after.
+    """
     layout, own = config.layout, logs[rank]
     replica, stage, member = layout.place(rank)
     found = []
-    together = [logs[mate].of("step", "pad") for mate in mates(layout, rank) if mate in logs]
-    for number, piece in enumerate(own.of("step", "pad")):
+    together = [logs[mate].of(kinds.Step, kinds.Pad) for mate in mates(layout, rank) if mate in logs]
+    for number, piece in enumerate(own.of(kinds.Step, kinds.Pad)):
         found.append((piece, max(steps[number].begin for steps in together if number < len(steps))))
     if stage > 0:
         before = logs.get(layout.rank(replica, stage - 1, member), _Log())
-        sent = {piece.event["sample"]: piece.end for piece in before.of("send")}
-        for piece in own.of("take"):
-            found.append((piece, sent.get(piece.event["sample"], piece.begin + piece.event["seconds"])))
+        sent = {piece.sample: piece.end for piece in before.of(kinds.Send)}
+        found += [(piece, sent.get(piece.sample, _waited_until(piece))) for piece in own.of(kinds.Take)]
     if stage + 1 < layout.pp:
-        after, sends = logs.get(layout.rank(replica, stage + 1, member), _Log()), own.of("send")
-        taken = {piece.event["sample"]: piece.end for piece in after.of("take")}
+        after, sends = logs.get(layout.rank(replica, stage + 1, member), _Log()), own.of(kinds.Send)
+        taken = {piece.sample: piece.end for piece in after.of(kinds.Take)}
         for piece, earlier in zip(sends[IN_FLIGHT:], sends, strict=False):
-            found.append((piece, taken.get(earlier.event["sample"], piece.begin + piece.event["seconds"])))
+            found.append((piece, taken.get(earlier.sample, _waited_until(piece))))
     return found
 
 
+def _waited_until(piece: _Piece) -> float:
+    assert isinstance(piece.event, kinds.Take | kinds.Send)
+    return piece.begin + piece.event.seconds
+
+
 def _far_beyond(log: _Log, crowd: float) -> list[_Piece]:
-    """The pieces of a rank that took far longer than others of their kind and than its steps, which take up to `crowd`
-    times as long while all ranks are at work."""
-    found, steps = [], log.of("step", "pad")
-    step_s, spread = _usual([piece.seconds for piece in steps] + log.warm)
-    for pieces in (steps, *(log.of(kind) for kind in ("clock", "take", "send", "sample"))):
-        usual = step_s
-        if pieces is not steps:
-            own_s, spread = _usual([piece.seconds for piece in pieces])
-            usual = max(usual, own_s)
+    """The pieces of a rank that took far longer than others of their kind and than its steps.
+
+    Those take up to `crowd` times as long while all ranks are busy.
+    """
+    found: list[_Piece] = []
+    steps = log.of(kinds.Step, kinds.Pad)
+    step_s, _ = of_steps = _usual([piece.seconds for piece in steps] + log.warm)
+    for pieces in (steps, *(log.of(kind) for kind in (kinds.Clock, kinds.Take, kinds.Send, kinds.Finished))):
+        own_s, spread = of_steps if pieces is steps else _usual([piece.seconds for piece in pieces])
+        usual = max(step_s, own_s)
         limit = crowd * usual + max(LEAST_SILENCE_S, usual / 2, FAR * spread)
-        for piece in pieces:
-            if piece.seconds > limit:
-                piece.usual_s = usual
-                found.append(piece)
+        found += [replace(piece, usual_s=usual) for piece in pieces if piece.seconds > limit]
     return found
 
 
 def _usual(seconds: Sequence[float]) -> tuple[float, float]:
-    """The median and the spread around it; nothing is usual of what happened once."""
+    """The median and the spread around it; what happened only once has no usual time."""
     if len(seconds) < 2:
         return 0.0, 0.0
     usual = median_low(seconds)
@@ -220,7 +236,7 @@ def _usual(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _lines(found: Sequence[_Piece]) -> list[str]:
-    """A line for what happened at one time, to whichever ranks; the longest ones first."""
+    """One line for what happened at one time, to whichever ranks; the longest ones first."""
     moments: list[list[_Piece]] = []
     until = 0.0
     for piece in found:
@@ -232,16 +248,18 @@ def _lines(found: Sequence[_Piece]) -> list[str]:
     worst.sort(key=lambda each: -each[0].seconds)
     lines = []
     for piece, moment in worst[:MOST_LINES]:
-        ranks = sorted({each.event["rank"] for each in moment})
+        ranks = sorted({each.event.rank for each in moment})
         who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        lines.append(f"{who} took {piece.seconds:.1f} s {piece.place} (usually {piece.usual_s:.2g} s)")
+        lines.append(f"{who} took {piece.seconds:.1f} s {piece} (usually {piece.usual_s:.2g} s)")
     if more := worst[MOST_LINES:]:
-        lines.append(f"and {len(more)} more like these, {sum(piece.seconds for piece, _ in more):.0f} s together")
+        lines.append(f"and {len(more)} more like these, {sum(piece.seconds for piece, _ in more):.0f} s in total")
     return lines
 
 
 def asleep_s() -> float:
-    """Seconds that this machine has slept, up to a constant; the clock of all other times stands still in sleep. Where
-    no clock goes on in sleep this is the constant alone."""
-    awake_or_not = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # on a Mac the latter goes on
+    """Seconds that this machine has slept, up to a constant. All other times are read from a clock that stops in sleep.
+
+    Where no clock runs on in sleep this is the constant alone.
+    """
+    awake_or_not = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # on a Mac the latter runs on
     return time.clock_gettime(awake_or_not) - time.perf_counter()

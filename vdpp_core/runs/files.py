@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also when the process dies in the middle or the disk is full."""
+"""Files that exist whole or not at all, even when the process dies while writing or the disk is full."""
 
 from __future__ import annotations
 
@@ -28,47 +28,49 @@ class DamagedError(ValueError):
 
 
 class Place:
-    """Where a folder was found: whether it is still there, and not moved, removed or replaced by another one.
+    """A folder, kept open to notice when it is moved, removed or replaced.
 
-    It is kept open, so that no later folder gets its number.
+    While it is open, no other folder gets its inode number.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.handle = folder, os.open(folder, os.O_RDONLY)
 
     def is_gone(self) -> bool:
+        """Whether the folder is no longer the one at its path."""
         try:
             return not os.path.samestat(os.fstat(self.handle), self.folder.stat())
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # a network file system that does not answer at the moment
+        except OSError:  # a network file system that does not answer right now
             return False
 
     def close(self) -> None:
+        """Release the folder."""
         os.close(self.handle)
 
 
 class FullDiskError(OSError):
-    """There is no room for what a run writes."""
+    """The disk has no room for what a run writes."""
 
     def __init__(self, path: Path) -> None:
         free = shutil.disk_usage(path.parent).free / 1e6
-        super().__init__(errno.ENOSPC, f"the disk is full: {path.name} could not be written, {free:.1f} MB are free")
+        super().__init__(errno.ENOSPC, f"the disk is full: {path.name} could not be written, {free:.1f} MB free")
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the disk, or somebody's share of it, is full."""
+    """Whether an error means that the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` write a draft beside `path`, which takes its place when all of it is on the disk.
+    """Have `write` write a draft beside `path`, and move it there once all of it is on the disk.
 
     Raises:
-        FullDiskError: there is no room; the draft is gone, what was at `path` before is still there.
+        FullDiskError: there is no room. The draft is removed, and an earlier file at `path` is untouched.
     """
     draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
@@ -77,7 +79,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except Exception as error:
-        if is_full(error) or shutil.disk_usage(path.parent).free < _HARDLY_ANY:  # not all libraries say so
+        if is_full(error) or shutil.disk_usage(path.parent).free < _HARDLY_ANY:  # not every library reports ENOSPC
             raise FullDiskError(path) from error
         raise
     finally:
@@ -85,11 +87,12 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Write a text file as `write_whole` does."""
     write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
 def reserve(folder: Path, size: int) -> None:
-    """Keep room for a folder's last words, so that a full disk does not silence them."""
+    """Reserve so many bytes for a folder's last words, so that they can be written on a full disk."""
     with (folder / RESERVE).open("wb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
@@ -98,17 +101,20 @@ def reserve(folder: Path, size: int) -> None:
 
 
 def release(folder: Path) -> None:
-    """Give that room back."""
+    """Free the reserved bytes."""
     (folder / RESERVE).unlink(missing_ok=True)
 
 
 def read_object(path: Path, *needed: str) -> dict[str, Any] | None:
-    """A JSON object with these entries, if there is one; a damaged one is none, with a warning."""
+    """The JSON object in a file, which must have the `needed` entries; None where there is none.
+
+    A damaged file counts as none, with a warning.
+    """
     try:
         found = json.loads(path.read_bytes())
         if isinstance(found, dict) and found.keys() >= set(needed):
             return found
-        reason = "is not the object that was written"
+        reason = "not the object that was written"
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

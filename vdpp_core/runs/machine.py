@@ -1,9 +1,10 @@
-"""What results name: the hardware, the versions of libraries, the commit."""
+"""What a result records of its machine: the hardware, the versions of libraries, the commit."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
 
 
 def hardware() -> dict[str, Any]:
-    """What results name: the GPUs, or the CPU and its cores."""
+    """GPUs, CPU, cores, memory in GB (1e9 bytes) and platform of this machine."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "gpus": gpus,
@@ -29,18 +30,25 @@ def hardware() -> dict[str, Any]:
 
 
 def hardware_name(facts: dict[str, Any]) -> str:
-    """`hardware()` or what a result recorded of it, in a few words."""
+    """`hardware()`, or what a result recorded of it, in a few words."""
     if facts["gpus"]:
         return f"{len(facts['gpus'])} × {facts['gpus'][0]}"
     return f"{facts['cpu']}, {facts['cores']} cores"
 
 
+def threads_text(threads: Iterable[int | None]) -> str:
+    """Threads per rank in words; several numbers where ranks have different ones."""
+    numbers = sorted({number for number in threads if number})
+    return f"{'/'.join(map(str, numbers))} thread{'s' * (numbers != [1])} per rank"
+
+
 def versions() -> dict[str, str]:
+    """The versions of Python and of the libraries that results depend on."""
     return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
 
 
 def git_commit() -> str | None:
-    """Of the clone that this package lies in; None where there is none."""
+    """The commit of the clone that this package lies in; None outside a clone."""
     project = Path(__file__).resolve().parents[2]
     if not (project / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""The numbers that follow from who computed which sample when, predicted or measured."""
+"""The numbers that follow from which rank computed which sample when, predicted or measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from vdpp_core.config.layout import Parallel
@@ -16,9 +17,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Span:
-    """One sample on one rank: from its first step there to its last, in seconds since the clock started.
+    """One sample on one rank, from its first step there to its last, in seconds since the clock started.
 
-    `busy` is the time spent in steps; less than end - start where something came between them.
+    `busy` is the time spent in steps: less than end - start where something came between them.
     """
 
     rank: int
@@ -34,40 +35,43 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     The names of the user's documents keep the documents' definitions: `per_sample_times_ms` is the time between two
     samples of one replica (the first counted from the start of the clock, so it holds the fill), `avg_sample_time_s`
     leaves each replica's first sample out, and `throughput_samples_per_s` is 1 / average for a step pipeline but
-    samples / makespan for data parallel. All else is as the README's vocabulary has it, the fill always included
-    except in `steady_state_samples_per_s`.
+    samples / makespan for data parallel. Everything else follows the README's vocabulary; the fill is always included
+    except in `steady_state_samples_per_s`. The names carry the units.
     """
-    places = [layout.place(rank) for rank in range(layout.world_size)]
-    first: dict[int, Span] = {}
-    last: dict[int, Span] = {}
-    busy, taken, left = np.zeros(len(places)), np.full(len(places), np.nan), np.full(len(places), np.nan)
-    for span in spans:
-        place = places[span.rank]
-        busy[span.rank] += span.busy
-        taken[span.rank] = np.fmin(taken[span.rank], span.start)
-        left[span.rank] = np.fmax(left[span.rank], span.end)
-        if place.stage == 0 and place.member == 0:
-            first[span.sample] = span
-        if place.stage == layout.pp - 1 and place.member == 0:
-            last[span.sample] = span
-    finished = sorted(first.keys() & last.keys())
-    if not finished:
+    frame = pd.DataFrame(spans, columns=["rank", "sample", "start", "end", "busy"])
+    places = pd.DataFrame(map(layout.place, frame["rank"]), columns=["replica", "stage", "member"])
+    speaks = frame.join(places).query("member == 0").set_index("sample")
+    first, last = speaks[speaks["stage"] == 0], speaks[speaks["stage"] == layout.pp - 1]
+    finished = first.index.intersection(last.index).sort_values()
+    if finished.empty:
         return {"samples_finished": 0}
+    first, last = first.loc[finished], last.loc[finished]
+    ranks = frame.groupby("rank").agg({"busy": "sum", "start": "min", "end": "max"}).reindex(range(layout.world_size))
     return numbers_of(
         layout,
-        replica=np.array([places[last[sample].rank].replica for sample in finished]),
-        latency=np.array([last[sample].end - first[sample].start for sample in finished]),
-        ended=np.array([last[sample].end for sample in finished]),
-        busy=busy,
-        taken=taken,
-        left=left,
+        replica=last["replica"].to_numpy(),
+        latency=(last["end"] - first["start"]).to_numpy(),
+        ended=last["end"].to_numpy(),
+        busy=ranks["busy"].fillna(0.0).to_numpy(),
+        taken=ranks["start"].to_numpy(),
+        left=ranks["end"].to_numpy(),
     )
 
 
 def numbers_of(
     layout: Parallel, replica: Array, latency: Array, ended: Array, busy: Array, taken: Array, left: Array
 ) -> dict[str, Any]:
-    """Of samples: replica, latency, end. Of ranks: seconds busy, when the first was taken up and the last one left."""
+    """The numbers of `numbers`, from arrays.
+
+    Args:
+        layout: that of the run.
+        replica: (samples,) the replica of each.
+        latency: (samples,) seconds from its first step to its last.
+        ended: (samples,) seconds from the start of the clock to its last step.
+        busy: (ranks,) seconds in steps.
+        taken: (ranks,) when the first sample's first step began; NaN for a rank without samples.
+        left: (ranks,) when the last sample's last step ended; NaN for a rank without samples.
+    """
     ends, makespan = np.sort(ended), float(ended.max())
     order = np.lexsort((ended, replica))
     same = np.diff(replica[order]) == 0
@@ -97,13 +101,13 @@ def numbers_of(
     }
 
 
-def others_at_work(spans: Sequence[Span]) -> Array:
-    """(spans,): how many other ranks were at work during each of them, on average. A rank has one span at a time."""
+def others_busy(spans: Sequence[Span]) -> Array:
+    """(spans,) how many other ranks were busy during each span, on average. A rank has one span at a time."""
     start, end = (np.array([getattr(span, name) for span in spans]) for name in ("start", "end"))
     times = np.concatenate([start, end])
     order = np.argsort(times)
-    at_work = np.cumsum(np.repeat([1.0, -1.0], len(spans))[order])
-    done = np.append(0.0, np.cumsum(at_work[:-1] * np.diff(times[order])))  # seconds of work of all ranks until then
+    busy = np.cumsum(np.repeat([1.0, -1.0], len(spans))[order])
+    done = np.append(0.0, np.cumsum(busy[:-1] * np.diff(times[order])))  # seconds of work of all ranks until then
     until = np.empty_like(done)
     until[order] = done
     return (until[len(spans) :] - until[: len(spans)]) / (end - start) - 1

@@ -1,7 +1,7 @@
-"""What a run's samples are made from: all that determines their bits, written down before the first one is made.
+"""What a run's samples are made from: everything that determines their bits, recorded before the first one is made.
 
-origin.json in the run folder holds it, and each file of latents its digest. A run that is resumed is compared with it,
-so that samples of one folder are never made from different things.
+It is in origin.json in the run folder, and its digest in each file of latents. A resumed run is compared with it, so
+that the samples of one folder are never made from different settings, images or weights.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from vdpp_core.runs.files import write_atomically
 
 FILE = "origin.json"
 UNKNOWN = "unknown"
-# Fields of RunConfig that no bit of the latents depends on. Any other counts, also one that is added later.
+# Fields of RunConfig that do not affect the bits of the latents. All others count, including those added later.
 WITHOUT_EFFECT = {
     *("num_samples", "warmup_samples"),  # sample m depends on seed + m alone
-    *("stage_weights", "fsdp_same_sample", "fsdp_cpu_offload"),  # who computes what, and where parameters wait
+    *("stage_weights", "fsdp_same_sample", "fsdp_cpu_offload"),  # which rank computes what, where parameters are kept
     *("memory_limit_gib", "timeout_s", "stall_steps"),
     *("output_dir", "save_latents", "compare_official", "attention_slicing"),
 }
 OF_VIDEOS = {"decode_chunk_size"}
-# Fields of which only what comes of them counts: a shape, the content of files, the device that was there.
+# Fields of which only the outcome counts: a shape, the content of files, the device that was found.
 BY_OUTCOME = {
     *("latent_shape", "num_frames", "height", "width", "parallel", "backend"),
     *("model", "model_id", "image", "device", "dtype", "threads"),
@@ -44,11 +44,11 @@ _RESTORE = "restore it, or start a new run"
 class Samples(BaseModel):
     """What latents are made from.
 
-    settings: fields of RunConfig, and what comes of others
+    settings: fields of RunConfig, and the outcome of others
     image:    SHA-256 of the file; None where the conditioning is synthetic
-    model:    of a folder the SHA-256 of each file that is read; of a hub model its revision
+    model:    for a folder the SHA-256 of each file that is read; for a hub model its revision
     device, dtype, threads: of rank 0
-    image_path, source: what image and model are called, for messages; they may lie elsewhere later
+    image_path, source: where image and model were found, for messages; they may move later
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -64,7 +64,12 @@ class Samples(BaseModel):
 
 
 class Origin(BaseModel):
-    """samples: what latents are made from; videos: what videos depend on beside them; versions of libraries."""
+    """The record in origin.json.
+
+    samples:  what latents are made from
+    videos:   settings on which videos depend beside their latents
+    versions: of the libraries
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -74,21 +79,21 @@ class Origin(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Of what latents are made from; each file of them carries it. Fields of later versions do not change it."""
+        """SHA-256 of what latents are made from, stored in each file of them. New fields do not change old digests."""
         facts = json.dumps(self.samples.model_dump(mode="json", exclude_unset=True), sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def of(config: RunConfig, execution: Execution) -> Origin:
-    """What samples of this configuration would be made from here and now. Reads the image and the model's files.
+    """What this machine would make samples of this configuration from now. Reads the image and the model's files.
 
     Raises:
-        ConfigError: one of them cannot be read.
+        ConfigError: one of the files cannot be read.
     """
     fields = config.model_dump(mode="json")
     settings = {name: fields[name] for name in sorted(fields.keys() - WITHOUT_EFFECT - OF_VIDEOS - BY_OUTCOME)}
     settings |= {"shape": list(config.shape), "backend": execution.backend}
-    settings |= config.layout.lockstep_sizes  # of the axes those that reorder sums
+    settings |= config.layout.lockstep_sizes  # the axes that reorder sums
     samples = Samples(
         settings=settings,
         image=None if config.image_path is None else _digests([config.image_path])[0],
@@ -103,12 +108,12 @@ def of(config: RunConfig, execution: Execution) -> Origin:
 
 
 def videos_of(config: RunConfig) -> dict[str, Any]:
-    """What videos depend on beside their latents."""
+    """Settings on which videos depend beside their latents."""
     return config.model_dump(mode="json", include=OF_VIDEOS)
 
 
 def read(folder: Path) -> Origin | None:
-    """The record of a run folder; None where there is none that is whole."""
+    """The record of a run folder; None where it is missing or damaged."""
     try:
         return Origin.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):
@@ -116,36 +121,31 @@ def read(folder: Path) -> Origin | None:
 
 
 def write(folder: Path, record: Origin) -> None:
+    """Write origin.json."""
     write_atomically(folder / FILE, record.model_dump_json(indent=2, exclude_unset=True) + "\n")
 
 
-def begin(folder: Path, config: RunConfig, execution: Execution) -> Origin:
-    """Write down what the samples of a run are made from, unless an earlier attempt did; returns what is written.
+def begin(folder: Path, config: RunConfig, execution: Execution, record: Origin | None = None) -> Origin:
+    """Record what the samples of a run are made from, unless an earlier attempt did, and return the record.
+
+    Args:
+        folder: the run folder.
+        config: its configuration.
+        execution: of this machine.
+        record: that of rank 0, for another machine, which then keeps it in its folder too.
 
     Raises:
-        ConfigError: it is something else by now.
+        ConfigError: this machine would make samples from something else than the earlier attempt or rank 0.
     """
-    now, before = of(config, execution), read(folder)
-    if before is None:
-        write(folder, now)
-        return now
-    check(before, now, folder.name)
-    return before
-
-
-def follow(folder: Path, config: RunConfig, execution: Execution, record: Origin) -> None:
-    """Whether another machine makes its samples from what rank 0 does, whose record it then keeps in its folder, too.
-
-    Raises:
-        ConfigError: it would make them from something else.
-    """
-    check(record, of(config, execution), folder.name)
+    now, before = of(config, execution), record or read(folder)
+    check(before or now, now, folder.name)
     if read(folder) is None:
-        write(folder, record)
+        write(folder, before or now)
+    return before or now
 
 
 def check(before: Origin, now: Origin, run: str) -> None:
-    """Whether samples would be made from the same settings and files.
+    """Check that samples would be made from the same settings and files as before.
 
     Raises:
         ConfigError: one line with the first difference.
@@ -155,23 +155,23 @@ def check(before: Origin, now: Origin, run: str) -> None:
 
 
 def other_versions(before: Origin) -> list[str]:
-    """A line on each library that is another one by now: it may compute with other kernels, and the same numbers."""
+    """A line on each library whose version has changed: its kernels may round differently."""
     now = {name: version(name) for name in _LIBRARIES}
     return [
-        f"{name} was {was} when the first samples were made and is {now[name]} now: their last bits may differ"
+        f"{name} was {was} when the first samples were made and is {now[name]} now: the last bits may differ"
         for name, was in before.versions.items()
         if now.get(name, was) != was
     ]
 
 
 def other_videos(before: Origin, config: RunConfig) -> str | None:
-    """What is otherwise by now for videos, not for latents, in words."""
+    """The first setting that has changed for videos but not for latents, in words."""
     edited = _first_edited(before.videos, videos_of(config))
-    return "{} was {}, config.json now says {}".format(*edited) if edited else None
+    return "{} was {} and is {} in config.json now".format(*edited) if edited else None
 
 
 def _first_edited(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Name, earlier and present value of the first setting that differs; one that came later had its default."""
+    """Name, earlier and present value of the first setting that differs. One that was not there had its default."""
     for name, value in now.items():
         field = RunConfig.model_fields.get(name)
         before = was.get(name, field.default if field else value)
@@ -186,22 +186,22 @@ def _difference(was: Samples, now: Samples) -> str | None:
     if was.image != now.image:
         if was.image is None or now.image is None:
             return _edited("image", was.image_path, now.image_path)
-        return f"image {now.image_path} is another file than the one its samples were made from: {_RESTORE}"
+        return f"image {now.image_path} is not the file that its samples were made from: {_RESTORE}"
     return _other_model(was, now) if was.model != now.model else None
 
 
 def _edited(name: str, was: Any, now: Any) -> str:
-    return f"{name} was {was} when its samples were made, config.json now says {now}: {_RESTORE}"
+    return f"{name} was {was} when its samples were made and is {now} in config.json now: {_RESTORE}"
 
 
 def _other_model(was: Samples, now: Samples) -> str:
     if was.source != now.source:
-        return f"model was {was.source} when its samples were made, {now.source} is another one: {_RESTORE}"
+        return f"model was {was.source} when its samples were made and is {now.source} now: {_RESTORE}"
     name = min(name for name in was.model.keys() | now.model.keys() if was.model.get(name) != now.model.get(name))
     if name == "revision" and name in was.model and name in now.model:
-        return f"model {was.source} was at revision {was.model[name]}, and is now at {now.model[name]}: {_RESTORE}"
-    how = "was added" if name not in was.model else "is missing" if name not in now.model else "was changed"
-    return f"{name} of the model {how} since its samples were made: {_RESTORE}"
+        return f"model {was.source} was at revision {was.model[name]} and is at {now.model[name]} now: {_RESTORE}"
+    how = "been added" if name not in was.model else "disappeared" if name not in now.model else "changed"
+    return f"{name} of the model has {how} since its samples were made: {_RESTORE}"
 
 
 def _model(config: RunConfig, dtype: torch.dtype) -> dict[str, str]:
@@ -215,7 +215,7 @@ def _model(config: RunConfig, dtype: torch.dtype) -> dict[str, str]:
 
 
 def _read_files(folder: Path, config: RunConfig, dtype: torch.dtype) -> Iterable[Path]:
-    """The files that a run reads of a pipeline's folder; of two variants of weights the one nearer to its type."""
+    """The files that a run reads from a pipeline's folder. Of two variants of weights, the one nearer to its dtype."""
     parts = ["scheduler", "unet"]
     if config.image_path is not None:
         parts += ["feature_extractor", "image_encoder", "vae"]
@@ -229,7 +229,7 @@ def _read_files(folder: Path, config: RunConfig, dtype: torch.dtype) -> Iterable
 
 
 def _revision(repository: str) -> str:
-    """The commit of a hub model that is in the cache."""
+    """The commit of a hub model in the cache."""
     import huggingface_hub as hub
 
     path = hub.try_to_load_from_cache(repository, "unet/config.json")
@@ -245,6 +245,5 @@ def _digests(paths: list[Path]) -> list[str]:
         with ThreadPoolExecutor() as pool:
             return list(pool.map(digest, paths))
     except OSError as error:
-        raise ConfigError(
-            "file", error.filename, f"must be read, samples are made from it ({error.strerror})"
-        ) from None
+        allowed = f"must be readable: samples are made from it ({error.strerror})"
+        raise ConfigError("file", error.filename, allowed) from None

@@ -1,4 +1,4 @@
-"""The latents of finished samples as files, with checksums."""
+"""The latents of one finished sample as a safetensors file with checksums."""
 
 from __future__ import annotations
 
@@ -8,66 +8,54 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save as serialised
 from torch import Tensor
 
-from vdpp_core.config import RunConfig
 from vdpp_core.runs import files
 from vdpp_core.runs.files import DamagedError
 
 
-def save_latents(folder: Path, sample: int, latents: Tensor, origin: str = "") -> None:
-    """latents (B, C, F, H, W) of a finished sample, whole or not at all, with the digest of what it was made from.
+def save(path: Path, latents: Tensor, origin: str = "") -> None:
+    """Save latents (B, C, F, H, W) atomically, with the digest of what they were made from (`Origin.digest`).
 
     Raises:
-        FullDiskError: there is no room for it.
+        FullDiskError: there is no room for them.
     """
     tensor = latents.contiguous().cpu()
     digests = f"{_digest(tensor)} {origin}".rstrip()  # one entry: safetensors writes several in no certain order
-    data = save({"latents": tensor}, metadata={"sha256": digests})
-    files.write_whole(latents_path(folder, sample), lambda draft: draft.write_bytes(data))
+    data = serialised({"latents": tensor}, metadata={"sha256": digests})
+    files.write_whole(path, lambda draft: draft.write_bytes(data))
+
+
+def load(path: Path) -> Tensor:
+    """The latents (B, C, F, H, W) in a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedError: the file does not hold what was written.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            latents, recorded = file.get_tensor("latents"), _digests(file)[0]
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DamagedError(path, str(error)) from None
+    if recorded != _digest(latents):
+        raise DamagedError(path, "its numbers are not those that were written")
+    return latents
+
+
+def origin_of(path: Path) -> str:
+    """The digest that an intact file carries of what its latents were made from; empty where none was recorded."""
+    with safe_open(path, "pt") as file:
+        return _digests(file)[1]
 
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
 
 
-def latents_path(folder: Path, sample: int) -> Path:
-    return folder / "latents" / f"sample-{sample:03d}.safetensors"
-
-
-def load_latents(folder: Path, sample: int) -> Tensor:
-    """(B, C, F, H, W) of a finished sample.
-
-    Raises:
-        FileNotFoundError: there is none.
-        DamagedError: the file does not hold what was written.
-    """
-    path = latents_path(folder, sample)
-    try:
-        with safe_open(path, "pt") as file:
-            latents, told = file.get_tensor("latents"), _digests(file)[0]
-    except FileNotFoundError:
-        raise
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DamagedError(path, str(error)) from None
-    if told != _digest(latents):
-        raise DamagedError(path, "its numbers are not those that were written")
-    return latents
-
-
-def origin_of(folder: Path, sample: int) -> str:
-    """The digest that a whole file of latents carries of what it was made from; empty where that was not recorded."""
-    with safe_open(latents_path(folder, sample), "pt") as file:
-        return _digests(file)[1]
-
-
 def _digests(file: Any) -> tuple[str, str]:
     numbers, _, origin = (file.metadata() or {}).get("sha256", "").partition(" ")
     return numbers, origin
-
-
-def video_names(config: RunConfig, sample: int) -> list[str]:
-    """What the files of a sample's videos are called; one each, or one for each of its batch."""
-    batch = config.shape[0]
-    return [f"sample-{sample:03d}" + (f"-{index}" if batch > 1 else "") for index in range(batch)]

@@ -1,0 +1,235 @@
+"""The kinds of events in a run's log, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+_Number = Annotated[float, Field(gt=-1e15, lt=1e15)]
+_Whole = Annotated[int, Field(gt=-(10**15), lt=10**15)]
+
+
+class Event(BaseModel):
+    """What all events have: when it ended (t, seconds as `now`), the rank that wrote it, and its kind.
+
+    Facts that other versions write beside those declared here are kept. A kind of another version is a plain Event.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    t: _Number
+    rank: _Whole
+    kind: str
+
+
+class Start(Event):
+    """The process has joined the others. `created` identifies it together with its pid (`processes.created_s`)."""
+
+    kind: Literal["start"]
+    pid: _Whole
+    created: _Number
+    host: str
+    threads: _Whole
+    device: str
+    dtype: str
+    backend: str
+
+
+class Warm(Event):
+    """The untimed step before the warm-up samples; `sent_bytes` went to other ranks of the lockstep group."""
+
+    kind: Literal["warm"]
+    seconds: _Number
+    sent_bytes: _Number | None = None
+
+
+class Clock(Event):
+    """The clock starts. See `disturbed.Surroundings` for the facts."""
+
+    kind: Literal["clock"]
+    asleep_s: _Number | None = None
+    other_ranks: _Whole | None = None
+
+
+class OfSample(Event):
+    """Base of the events that belong to a sample; warm-up samples are negative."""
+
+    sample: _Whole
+
+
+class Take(OfSample):
+    """A stage has received a sample, after waiting for `seconds`."""
+
+    kind: Literal["take"]
+    seconds: _Number
+
+
+class Step(OfSample):
+    """A denoising step."""
+
+    kind: Literal["step"]
+    step: _Whole
+    seconds: _Number
+
+
+class Send(OfSample):
+    """A stage has handed a sample on, after waiting for `seconds` until there was room."""
+
+    kind: Literal["send"]
+    seconds: _Number
+
+
+class Finished(OfSample):
+    """The last step of a sample is done and its latents, where they are kept, are saved."""
+
+    kind: Literal["sample"]
+
+
+class Pad(Event):
+    """A step of a padding sample, which only keeps the ranks of a shard group in lockstep."""
+
+    kind: Literal["pad"]
+    step: _Whole
+    seconds: _Number
+
+
+class Decode(OfSample):
+    """The decoding of a sample begins."""
+
+    kind: Literal["decode"]
+
+
+class Chunk(OfSample):
+    """Some frames of a sample are decoded."""
+
+    kind: Literal["chunk"]
+
+
+class Video(OfSample):
+    """The videos of a sample are written, `seconds` after its decoding began."""
+
+    kind: Literal["video"]
+    seconds: _Number
+
+
+class Comparing(OfSample):
+    """The official pipeline, with which a sample will be compared, has done a step."""
+
+    kind: Literal["comparing"]
+    step: _Whole
+
+
+class Official(OfSample):
+    """A sample is compared with the official pipeline's."""
+
+    kind: Literal["official"]
+    equal_latents: bool
+    equal_frames: bool
+    max_latent_difference: float  # may be NaN
+    max_frame_difference: float
+    max_batch_difference: float | None = None
+
+
+class Done(Event):
+    """The rank's last word: all of its work is done. Memory in GB (1e9 bytes)."""
+
+    kind: Literal["done"]
+    memory: dict[str, Any]
+    decode_memory: dict[str, Any] | None = None
+    asleep_s: _Number | None = None
+    other_ranks: _Whole | None = None
+
+
+class Error(Event):
+    """The rank's last word: it failed; because it lost a rank, or blames one, where that is known."""
+
+    kind: Literal["error"]
+    error: str
+    lost_rank: _Whole | Literal["unknown"] | None = None
+    blamed: _Whole | None = None
+    oom: dict[str, Any] | None = None
+
+
+class Terminated(Event):
+    """The rank's last word: it was ended from outside."""
+
+    kind: Literal["terminated"]
+
+
+class Plain(Event):
+    """No further facts: the model is loaded; a part of a file went to rank 0 or arrived there (`engine.collect`)."""
+
+    kind: Literal["loaded", "gather"]
+
+
+class Predicted(Event):
+    """The predicted peak memory, as runs of earlier versions recorded it."""
+
+    kind: Literal["predicted"]
+    predicted_memory: dict[str, Any]
+
+
+AnyStep = Step | Pad
+BadEnd = Error | Terminated
+LastWord = Done | BadEnd
+_KNOWN: TypeAdapter[Event] = TypeAdapter(
+    Annotated[
+        Start | Plain | Warm | Clock | Take | Step | Send | Finished | Pad | Decode | Chunk | Video | Comparing
+        | Official | LastWord | Predicted,
+        Field(discriminator="kind"),
+    ]
+)  # fmt: skip
+
+
+def parse(line: bytes) -> Event | None:
+    """The event on a line; None where the line is damaged."""
+    try:
+        return _KNOWN.validate_json(line)
+    except ValidationError as error:
+        if error.errors(include_url=False, include_input=False)[0]["type"] != "union_tag_invalid":
+            return None
+    try:
+        return Event.model_validate_json(line)  # a kind of another version
+    except ValidationError:
+        return None
+
+
+def clock_starts(events: Sequence[Event]) -> dict[int, float]:
+    """Rank -> t at which the clock started on its machine.
+
+    All ranks start it when they leave one barrier. Machines' clocks differ, so each machine's times count from its own
+    start.
+    """
+    host = hosts(events)
+    zero: dict[str | None, float] = {}
+    for event in events:
+        if isinstance(event, Clock):
+            place = host.get(event.rank)
+            zero[place] = min(zero.get(place, event.t), event.t)
+    ranks = {event.rank for event in events}
+    return {rank: zero[host.get(rank)] for rank in ranks if host.get(rank) in zero}
+
+
+def hosts(events: Sequence[Event]) -> dict[int, str]:
+    """Rank -> the machine that it started on."""
+    return {event.rank: event.host for event in events if isinstance(event, Start)}
+
+
+def position(own: Sequence[Event], steps: range) -> tuple[int | None, int | None]:
+    """The sample and step that a rank was at when it wrote its last event: the step after the last one it finished.
+
+    Args:
+        own: the rank's events, sorted by time.
+        steps: those of its stage.
+    """
+    for event in reversed(own):
+        match event:
+            case Decode() | Chunk() | Video() | Comparing() | Official():
+                return event.sample, None
+            case Take():
+                return event.sample, steps[0]
+            case Step():
+                return event.sample, min(event.step + 1, steps[-1])
+    return None, None
