@@ -228,6 +228,14 @@ def test_the_command(capsys):
         assert words in said
 
 
+def test_the_verdict_counts_the_decoding(capsys):
+    main(["memory", "--model", "svd", "--capacity-gib", "9", "--decode-chunk-size", "14"])
+    said = capsys.readouterr().out
+    assert "does not fit in 9.66 GB (9 GiB)" in said
+    assert "decoding 14 frames at a time does not fit" in said
+    assert "decoding would fit with" in said
+
+
 def test_the_command_for_programs(capsys):
     main(["memory", "--capacity-gib", "0.72", "--json"])
     facts = json.loads(capsys.readouterr().out)
