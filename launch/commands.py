@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         arguments.refuse(error)
     except KeyboardInterrupt:
-        arguments.warn(["interrupted by Ctrl-C"])
+        print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(arguments.INTERRUPTED) from None
 
 

@@ -1,7 +1,14 @@
-"""What the supervisors of a run over several machines tell each other, through the store at the endpoint.
+"""Coordinate the supervisors of a run over several machines, through the store at the rendezvous endpoint.
 
-That each is there, that somebody stopped the run, and after a bad end how each machine's ranks ended. torchrun's agents
-exchange none of it, and over a link that is cut they wait for minutes.
+torchrun's agents share none of this, and wait for minutes when a link is cut. Keys of the store:
+
+| key | value |
+|---|---|
+| arguments | the arguments of the machine that came first, as JSON |
+| came, left, ended | how many machines have arrived, have left, and have ended badly |
+| beat/N | counter that machine N (1 to `came`) increases every PERIOD_S seconds |
+| stopped | exists once the user has stopped the run |
+| said/N | machine N's report after a bad end, as JSON: reason, its ranks' exits, their event files |
 """
 
 from __future__ import annotations
@@ -27,34 +34,41 @@ from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs import events, files, processes, runfolder, stalls
 from vdpp_core.runs.stalls import PERIOD_S, Standstills
 
-LAST_WORDS_S = 3.0  # after the end of another machine's ranks, for those of this one to notice
-WORD_S = 3.0  # for a word to or from the others
-AGENT_PATIENCE_S = 5.0  # after the end of the last rank here, for torchrun's agent
+LAST_WORDS_S = 3.0  # for this machine's ranks to notice that another machine's ranks have ended
+WORD_S = 3.0  # for one exchange with the other machines
+AGENT_PATIENCE_S = 5.0  # for torchrun's agent, after this machine's last rank has ended
 
 
 class Others(threading.Thread):
-    """This machine's end of it. The thread hears the others; another one acts on what is heard, since a store whose
-    link is cut does not answer."""
+    """This machine's view of the other machines of a run.
+
+    This thread sends and receives through the store; a second one acts on what was received, because calls to a store
+    whose link is cut do not return.
+
+    Args:
+        nodes: the machines.
+        folder: the run folder on this machine, shared or not.
+    """
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         super().__init__(daemon=True)
         self.nodes, self.folder, self.config = nodes, folder, RunConfig.read(folder)
-        self.is_host = nodes.address[1]
+        self.is_host = nodes.address[1]  # whether the store is on this machine
         self.store: Store | None = None
-        self.number = 0
+        self.number = 0  # of this machine, in order of arrival
         self.starts: list[events.Event] = []
-        self.beats: dict[int, tuple[int, float]] = {}
-        self.stalled: dict[int, str] = {}
-        self.reason: str | None = None
-        self.ended_elsewhere: float | None = None
+        self.beats: dict[int, tuple[int, float]] = {}  # machine -> its last beat and when that came
+        self.stalled: dict[int, str] = {}  # rank -> why it is given up
+        self.reason: str | None = None  # why the run ends
+        self.ended_elsewhere: float | None = None  # when another machine's bad end was noticed
         self.over = threading.Event()
 
     def meet(self) -> None:
-        """Come to the endpoint, wherever its machine is not there yet.
+        """Join the other machines at the endpoint; waits up to MEETING_PATIENCE_S for the endpoint's machine.
 
         Raises:
-            ConfigError: another machine was called with other arguments, or there are too many.
-            TimeoutError: nobody is there.
+            ConfigError: another machine was started with other arguments, or there are too many machines.
+            TimeoutError: the endpoint does not answer.
         """
         host, port = self.nodes.place
         deadline = time.monotonic() + MEETING_PATIENCE_S
@@ -65,68 +79,79 @@ class Others(threading.Thread):
         server = TCPStore(host, port, is_master=self.is_host, multi_tenant=True, timeout=timedelta(minutes=1))
         store = PrefixStore(f"supervisors/{self.nodes.run_id}", server)
         self.number = store.add("came", 1)
-        if self.number > self.nodes.nnodes:  # those that have come hear nothing of it
-            raise ConfigError("nnodes", self.nodes.nnodes, "so many machines have come already")
+        if self.number > self.nodes.nnodes:  # the others do not notice
+            raise ConfigError("nnodes", self.nodes.nnodes, "that many machines have already joined")
         self.store = store
         self.compare(store)
         self.start()
         threading.Thread(target=self._act, daemon=True).start()
 
     def compare(self, store: Store) -> None:
-        """Whether all machines were called with the same arguments; ConfigError if not."""
-        ours = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc} | runfolder.facts(self.config)
-        theirs = json.loads(store.compare_set("arguments", "", json.dumps(ours)))
-        for name, value in ours.items():
-            if value != theirs.get(name):
-                raise ConfigError(name, value, f"must be as on the machine that came first, {theirs.get(name)}")
+        """Compare this machine's arguments with those of the machine that came first.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        own = {"nnodes": self.nodes.nnodes, "nproc": self.nodes.nproc} | runfolder.facts(self.config)
+        first = json.loads(store.compare_set("arguments", "", json.dumps(own)))
+        for name, value in own.items():
+            if value != first.get(name):
+                raise ConfigError(name, value, f"must be as on the machine that came first, {first.get(name)}")
 
     def run(self) -> None:
+        """Exchange beats until the run is over; `start` calls it."""
         assert self.store is not None
         try:
             while not self.over.wait(PERIOD_S):
-                self.store.add(f"beat/{self.number}", 1)
-                for number in range(1, self.nodes.nnodes + 1):
-                    beat = self.store.add(f"beat/{number}", 0)
-                    if beat and beat != self.beats.get(number, (0, 0.0))[0]:
-                        self.beats[number] = beat, time.monotonic()
-                if self.store.check(["stopped"]) and self.reason is None:
-                    self.reason = "stopped"
-                    os.kill(os.getpid(), signal.SIGTERM)
-                if self.store.add("ended", 0) and self.ended_elsewhere is None:
-                    self.ended_elsewhere = time.monotonic()
-        except RuntimeError:  # the endpoint's machine is gone: no beats are heard any more, and its ranks are lost
+                self._exchange_beats(self.store)
+        except RuntimeError:  # the endpoint's machine is gone: no more beats arrive, and its ranks are lost
             return
 
+    def _exchange_beats(self, store: Store) -> None:
+        store.add(f"beat/{self.number}", 1)
+        for number in range(1, self.nodes.nnodes + 1):
+            beat = store.add(f"beat/{number}", 0)
+            if beat and beat != self.beats.get(number, (0, 0.0))[0]:
+                self.beats[number] = beat, time.monotonic()
+        if store.check(["stopped"]):
+            self._end_supervisor("stopped")
+        if store.add("ended", 0) and self.ended_elsewhere is None:
+            self.ended_elsewhere = time.monotonic()
+
     def _act(self) -> None:
-        """End this machine's ranks when another machine is silent or has ended badly, and this process when torchrun's
-        agent does not come back."""
+        """End this machine's ranks when another machine is silent or has ended badly; end this process when torchrun's
+        agent does not return after its ranks have ended."""
         patience = max(self.config.timeout_s, 10 * PERIOD_S)
         ranks_ended: float | None = None
-        still = Standstills()
+        still = Standstills()  # time in which this machine itself stood still does not count
         while not self.over.wait(PERIOD_S):
             now, heard = time.monotonic(), [heard for _, heard in list(self.beats.values())]
             still.look(now, forget=now - 2 * patience)
             silence = max((still.silence_s(each, now) for each in heard), default=0.0)
             if silence > patience and not self.stalled:
                 self.stalled = stalls.unheard(self.folder, silence, surely=True)
-                self.end_here(f"nothing was heard of another machine for {silence:.0f} s (timeout_s)")
+                self.end_here(f"another machine was silent for {silence:.0f} s (timeout_s)")
             if self.ended_elsewhere is not None and still.silence_s(self.ended_elsewhere, now) > LAST_WORDS_S:
-                self.end_here("another machine could not go on")
+                self.end_here("the run failed on another machine")
             ranks_ended = (ranks_ended or now) if self._ranks_have_ended() else None
             if ranks_ended is not None and still.silence_s(ranks_ended, now) > AGENT_PATIENCE_S:
                 settle(self.folder, self.stalled, reason=self.reason)
                 os._exit(1)
 
     def end_here(self, reason: str) -> None:
-        """End this machine's ranks, whose folder says why; before they start, this process for that reason."""
+        """End this machine's ranks, whose events explain the end; before they start, this process with that reason."""
         if self._starts():
             end_children()
-        elif self.reason is None:
+        else:
+            self._end_supervisor(reason)
+
+    def _end_supervisor(self, reason: str) -> None:
+        if self.reason is None:
             self.reason = reason
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _starts(self) -> list[events.Event]:
-        """The start events of this machine's ranks. Once all are there the files are not read again: they grow."""
+        """The start events of this machine's ranks, kept once complete: the event files grow."""
         if len(self.starts) < self.nodes.nproc:
             starts = [event for event in runfolder.read_events(self.folder) if event["kind"] == "start"]
             self.starts = [event for event in starts if event["host"] == socket.gethostname()]
@@ -137,14 +162,21 @@ class Others(threading.Thread):
         return len(starts) == self.nodes.nproc and not any(map(processes.is_rank, starts))
 
     def say_stopped(self) -> None:
-        """Have the run end on all machines."""
+        """Stop the run on all machines."""
         store = self.store
         if store is not None and self.reason is None:
             self.reason = "stopped"
             _within(WORD_S, lambda: store.set("stopped", "1"))
 
     def settle(self, exits: Mapping[int, int | str] | None = None, reason: str | None = None) -> dict[str, Any]:
-        """Settle the run folder with what is known on all machines, as far as they can be reached, and leave them."""
+        """Write this machine's result.json and leave the other machines; returns the result.
+
+        After a bad end, the reports of the machines that can be reached are included.
+
+        Args:
+            exits: rank -> exit code, or signal, of this machine's ranks.
+            reason: why the run ended, if this machine knows.
+        """
         result = runfolder.read_result(self.folder)
         if self.over.is_set() and result is not None:
             return result
@@ -152,52 +184,52 @@ class Others(threading.Thread):
         known = dict(exits or {})
         good = result is not None and result["outcome"] == "ok"
         if self.store is not None and not good and not self.stalled:
-            _within(2 * WORD_S, lambda: self._exchange(known, reason))
+            _within(2 * WORD_S, partial(self._exchange_reports, self.store, known, reason))
         result = settle(self.folder, self.stalled or dict(known), reason=self.reason or reason)
         if self.store is not None and not self.stalled:
-            _within(2 * WORD_S, self._leave)
+            _within(2 * WORD_S, partial(self._leave, self.store))
         return result
 
     def give_up(self) -> None:
         """Leave the other machines, which then end; there is nothing to settle here."""
         self.over.set()
-        store = self.store
-        if store is not None:
-            _within(WORD_S, partial(store.add, "ended", 1))
+        if self.store is not None:
+            _within(WORD_S, partial(self.store.add, "ended", 1))
 
-    def _exchange(self, known: dict[int, int | str], reason: str | None) -> None:
-        """Tell and hear what ended the run, how ranks ended, and their events where the folder is not shared."""
-        assert self.store is not None
+    def _exchange_reports(self, store: Store, known: dict[int, int | str], reason: str | None) -> None:
+        """Report what ended the run here, and add the other machines' exits to `known`; their event files are copied if
+        the folder is not shared."""
         own = [self.folder / "events" / f"rank-{start['rank']}.jsonl" for start in self._starts()]
         texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in own}
-        said = {"reason": None if self.reason else reason, "exits": known, "events": texts}
-        self.store.set(f"said/{self.number}", json.dumps(said))
-        self.store.add("ended", 1)
-        deadline = time.monotonic() + WORD_S
-        while self.store.add("ended", 0) < self._came() and time.monotonic() < deadline:
-            time.sleep(PERIOD_S / 5)
-        if self.store.check(["stopped"]):
+        report = {"reason": None if self.reason else reason, "exits": known, "events": texts}
+        store.set(f"said/{self.number}", json.dumps(report))
+        store.add("ended", 1)
+        self._wait_for_all(store, "ended")
+        if store.check(["stopped"]):
             self.reason = "stopped"
-        for number in range(1, self._came() + 1):
-            if number != self.number and self.store.check([f"said/{number}"]):
-                said = json.loads(self.store.get(f"said/{number}"))
-                self.reason = said["reason"] or self.reason
-                known |= {int(rank): how for rank, how in said["exits"].items()}
-                for name, text in said["events"].items():
+        for number in range(1, self._came(store) + 1):
+            if number != self.number and store.check([f"said/{number}"]):
+                report = json.loads(store.get(f"said/{number}"))
+                self.reason = report["reason"] or self.reason
+                known |= {int(rank): how for rank, how in report["exits"].items()}
+                for name, text in report["events"].items():
                     if not (self.folder / "events" / name).exists():
                         files.write_atomically(self.folder / "events" / name, text)
 
-    def _came(self) -> int:
-        assert self.store is not None
-        return min(self.store.add("came", 0), self.nodes.nnodes)
+    def _leave(self, store: Store) -> None:
+        """Leave; the endpoint's machine waits for the others, because the store ends with it."""
+        store.add("left", 1)
+        if self.is_host:
+            self._wait_for_all(store, "left")
 
-    def _leave(self) -> None:
-        """The endpoint's machine stays until the others have heard it all."""
-        assert self.store is not None
-        self.store.add("left", 1)
+    def _wait_for_all(self, store: Store, counter: str) -> None:
+        """Wait up to WORD_S until the counter has reached the number of machines that have come."""
         deadline = time.monotonic() + WORD_S
-        while self.is_host and self.store.add("left", 0) < self._came() and time.monotonic() < deadline:
+        while store.add(counter, 0) < self._came(store) and time.monotonic() < deadline:
             time.sleep(PERIOD_S / 5)
+
+    def _came(self, store: Store) -> int:
+        return min(store.add("came", 0), self.nodes.nnodes)
 
 
 def _answers(host: str, port: int) -> bool:
@@ -209,7 +241,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:
-    """Do it, or go on after so many seconds: over a link that is cut a store does not answer."""
+    """Do the work, but wait at most that long: over a cut link, calls to a store do not return."""
 
     def quietly() -> None:
         try:

@@ -1,5 +1,4 @@
-"""Several machines: the same `launch start`, or `resume`, on each of them, as with torchrun, which brings the ranks
-together."""
+"""The machines of a run: as with torchrun, the user calls the same `launch start` or `resume` on each of them."""
 
 from __future__ import annotations
 
@@ -19,7 +18,14 @@ MEETING_PATIENCE_S = 600.0  # for machines that are started by hand, one after a
 
 @dataclass(frozen=True)
 class Nodes:
-    """What is said alike on each machine: how many there are, ranks on each, where they meet, and the run's name."""
+    """The machines of a run; the same on each of them.
+
+    Attributes:
+        nnodes: number of machines.
+        nproc: ranks on each machine.
+        endpoint: host:port where they meet.
+        run_id: the run's name.
+    """
 
     nnodes: int
     nproc: int
@@ -28,13 +34,14 @@ class Nodes:
 
     @property
     def world_size(self) -> int:
+        """Ranks on all machines together."""
         return self.nnodes * self.nproc
 
     def share_of(self, config: RunConfig) -> int:
-        """How many ranks of a run each machine has.
+        """The number of ranks of a run on each machine.
 
         Raises:
-            ConfigError: together they are not as many as the run was made for.
+            ConfigError: this machine cannot take part, or the run was made for another number of ranks.
         """
         self.check()
         if self.world_size != config.layout.world_size:
@@ -47,7 +54,7 @@ class Nodes:
         """Host and port of the endpoint.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: the endpoint is not host:port.
         """
         allowed = "must be host:port, the same on each machine"
         try:
@@ -60,27 +67,27 @@ class Nodes:
 
     @property
     def address(self) -> tuple[str, bool]:
-        """This machine's address towards the endpoint, and whether the endpoint is this machine.
+        """This machine's address on the way to the endpoint, and whether the endpoint is this machine.
 
         Raises:
-            ConfigError: there is no way to it, or none for others.
+            ConfigError: this machine does not reach the endpoint, or other machines cannot.
         """
         host, port = self.place
         try:
             own, is_host = rendezvous.address_towards(host, port)
         except OSError as error:
-            allowed = f"must be reached from this machine ({error.strerror})"
+            allowed = f"must be reachable from this machine ({error.strerror})"
             raise ConfigError("rdzv_endpoint", self.endpoint, allowed) from None
         if self.nnodes > 1 and rendezvous.is_loopback(own):
-            allowed = f"must be an address that the other machines reach; here it is {own}"
+            allowed = f"must be an address that the other machines can reach; here it is {own}"
             raise ConfigError("rdzv_endpoint", self.endpoint, allowed)
         return own, is_host
 
     def check(self) -> None:
-        """Whether this machine can take part.
+        """Check that this machine can take part.
 
         Raises:
-            ConfigError: one line on what cannot be.
+            ConfigError: a number, the name or the endpoint is invalid.
         """
         for name, value in (("nnodes", self.nnodes), ("nproc", self.nproc)):
             if not 1 <= value <= MOST:
@@ -91,7 +98,7 @@ class Nodes:
         _ = self.address
 
     def rendezvous(self) -> dict[str, Any]:
-        """What torchrun's agent has to know of it."""
+        """The rendezvous arguments of torchrun's LaunchConfig."""
         own, is_host = self.address
         return {
             "min_nodes": self.nnodes,
@@ -105,16 +112,17 @@ class Nodes:
         }
 
     def as_flags(self) -> list[str]:
+        """The flags of `python -m launch` that describe these machines."""
         return [
             *("--nnodes", str(self.nnodes), "--nproc", str(self.nproc)),
             *("--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id),
         ]
 
     def crossings(self, config: RunConfig) -> list[str]:
-        """What it costs that ranks of a lockstep group, or of one sharded UNet, are on several machines.
+        """Warnings about lockstep groups and sharded UNets whose ranks are on several machines, with the cost.
 
-        Ranks are numbered machine by machine, and lockstep groups are neighbours: where their size divides a machine's
-        ranks, they stay inside.
+        Ranks are numbered machine by machine, and a lockstep group has consecutive ranks. So groups whose size divides
+        the ranks per machine stay on one machine.
         """
         layout, found = config.layout, []
         together = 1
@@ -123,13 +131,13 @@ class Nodes:
             if self.nproc % together:
                 cost = costs.cost(config)
                 found.append(
-                    f"{axis} {size} crosses machines: in each step {cost.exchanges} exchanges and "
-                    f"{sum(cost.sent.values()) / 1e6:.3g} MB from a rank go over the network; "
-                    f"an --nproc that {layout.lockstep} divides avoids it"
+                    f"{axis} {size} crosses machines: {cost.exchanges} exchanges per step, with "
+                    f"{sum(cost.sent.values()) / 1e6:.3g} MB from each rank, go over the network; "
+                    f"an --nproc divisible by {layout.lockstep} avoids this"
                 )
                 break
         stage = {layout.rank(replica, 0, member) for replica in range(layout.dp) for member in range(layout.lockstep)}
         if layout.shards > 1 and len({rank // self.nproc for rank in stage}) > 1:
             gathered = costs.gathering(config)[0]
-            found.append(f"fsdp crosses machines: a rank gathers {gathered / 1e9:.3g} GB of parameters a step")
+            found.append(f"fsdp crosses machines: each rank gathers {gathered / 1e9:.3g} GB of parameters per step")
         return found

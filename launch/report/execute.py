@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 from launch.report import pages, parameters
-from launch.report.kernel import KERNEL_ARGUMENTS
+from launch.report.kernel import KERNEL_ARGUMENTS, ForkedKernelManager
 from launch.report.pages import Done
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.files import write_atomically
@@ -117,12 +116,13 @@ def _execute(book: Any, path: Path, number: int, clock: Clock) -> tuple[str | No
         book,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
+        kernel_manager_class=ForkedKernelManager,
         extra_arguments=KERNEL_ARGUMENTS,
         resources={"metadata": {"path": str(path.parent)}},
         on_cell_execute=report_progress,
     )
     try:
-        client.execute(stderr=subprocess.DEVNULL)  # the kernel's own; the notebook holds that of its cells
+        client.execute()
     except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # RuntimeError: the kernel died
         words = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error)
         cell = code[at - 1] if at else {}

@@ -100,7 +100,7 @@ def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
         reach = {"min": min(least, value), "max": max(most, value), "step": step}
         return kind(value=value, continuous_update=False, **reach, **looks)
     if "Path" in str(field.annotation):
-        return widgets.Text(str(value or ""), placeholder="the packaged example", continuous_update=False, **looks)
+        return widgets.Text(str(value or ""), placeholder="example", continuous_update=False, **looks)
     return _typed(field, value, looks)
 
 

@@ -136,8 +136,8 @@ def _shortened(words: Sequence[str]) -> str:
 
 def _without_box(text: str) -> str:
     """The sentences in a box of tyro's, which repeat nothing that was typed."""
-    lines = (line.strip("│ ") for line in text.splitlines() if line.startswith("│"))
-    sentences = " ".join(re.sub("─+", ";", line) for line in lines)
+    lines = (line.strip("│| ") for line in text.splitlines()[1:-1])  # in ASCII where stdout has no more
+    sentences = " ".join(re.sub("^[─-]+$", ";", line) for line in lines).lstrip("; ")
     sentences = re.sub(r"Missing from .*?: ", "missing ", sentences)
     return re.sub(r"[.;\s]*For full helptext, run:?", "; see", sentences)
 

@@ -31,5 +31,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.refuse(error)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        arguments.warn(["stopped by Ctrl-C"])
+        if ranks.local_rank == 0:
+            print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(arguments.INTERRUPTED) from None

@@ -35,7 +35,7 @@ class NewRun(RunCommand):
 
     def __call__(self, ranks: Ranks, argv: Sequence[str]) -> None:
         folder = self._prepare(ranks, argv)
-        carry_out(partial(_execute, folder, ranks), ranks, folder)
+        carry_out(partial(_record_and_execute, folder, ranks), ranks, folder)
         if ranks.rank == 0:
             show.run(folder, self.as_json)
 
@@ -52,7 +52,7 @@ class NewRun(RunCommand):
             arguments.warn([*checks.before_start(config, execution), *memory.before_start(config, execution)])
         if wanted != ranks.world_size:
             become_torchrun(wanted, argv)
-        return Path(agree(ranks, lambda: str(_created(config))))
+        return Path(agree(ranks, lambda: str(runfolder.create(config))))
 
 
 @dataclass(frozen=True)
@@ -94,29 +94,26 @@ def carry_out(work: Any, ranks: Ranks, folder: Path | None = None) -> None:
         work()
         return
     except KeyboardInterrupt:  # before the rank's own guard takes over
-        code, said = arguments.INTERRUPTED, "stopped by Ctrl-C"
-        if folder is not None and ranks.rank == 0:
-            _settle_stopped(folder)
-            said = f"{folder}: {said}"
+        code, said = arguments.INTERRUPTED, ""
+        if ranks.rank == 0:
+            said = f"stopped by Ctrl-C{_settle_stopped(folder)}"
     except OutOfMemoryError as error:
         code, said = 1, f"rank {ranks.rank}: {error}"
     except BaseException:
         code, said = 1, redacted(traceback.format_exc())
-    print(said, file=sys.stderr, flush=True)
+    if said:
+        print(said, file=sys.stderr, flush=True)
     os._exit(code)
 
 
-def _settle_stopped(folder: Path) -> None:
+def _settle_stopped(folder: Path | None) -> str:
     from vdpp_core.runs.results import settle
 
+    if folder is None:
+        return ""
     if not processes.launcher_alive(folder):
         settle(folder, reason="stopped", predict_times=run_times)
-
-
-def _created(config: RunConfig) -> Path:
-    folder = runfolder.create(config)
-    memory.record(folder)
-    return folder
+    return f"; run folder: {folder}"
 
 
 def _each_once(folders: Sequence[Path]) -> None:
@@ -144,6 +141,12 @@ def _not_run_before(folder: Path) -> str:
     if events.events_paths(folder) or runfolder.read_result(folder):
         raise ConfigError("folder", folder, "was run before; a run folder is run once")
     return ""
+
+
+def _record_and_execute(folder: Path, ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        memory.record(folder)
+    _execute(folder, ranks)
 
 
 def _execute(folder: Path, ranks: Ranks) -> None:
