@@ -141,16 +141,10 @@ def joined(layout: Parallel, execution: Execution, ranks: Ranks, name: str) -> I
                 execution.backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
             )
             mesh = layout.mesh("cuda" if device.type == "cuda" else "cpu")
-            yield World(
-                ranks.rank,
-                ranks.world_size,
-                layout.place(ranks.rank),
-                device,
-                mesh,
-                stages=mesh.get_group("pp"),
-                team=merged(mesh, "pp", *LOCKSTEP_NAMES).get_group(),
-                shards=merged(mesh, "dp", *LOCKSTEP_NAMES) if layout.shards > 1 else None,
-            )
+            team = merged(mesh, "pp", *LOCKSTEP_NAMES).get_group()
+            shards = merged(mesh, "dp", *LOCKSTEP_NAMES) if layout.shards > 1 else None
+            place = layout.place(ranks.rank)
+            yield World(ranks.rank, ranks.world_size, place, device, mesh, mesh.get_group("pp"), team, shards)
             dist.destroy_process_group()
     except BaseException:
         if not ranks.under_torchrun and dist.is_initialized():  # under torchrun the process ends, without waiting
