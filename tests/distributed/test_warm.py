@@ -153,7 +153,7 @@ def test_a_killed_server_is_replaced_by_one_however_many_start(
 
 
 def test_a_run_outlives_the_server(tmp_path: Path, server: psutil.Process, wait_until: WaitUntil):
-    job = launch.start(SHORT.replace(output_dir=tmp_path / "run", num_samples=300))
+    job = launch.start(SHORT.replace(output_dir=tmp_path / "run", num_samples=50, total_steps=20, threads=1))
     wait_until(lambda: runfolder.read_events(job.folder), 60)
     server.kill()
     finish(job, wait_until)
