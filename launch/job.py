@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch import warm
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
 from launch.terminate import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers, settle
 from vdpp_core.config import RunConfig
@@ -256,17 +255,15 @@ def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
 
 def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes: Nodes | None = None) -> None:
     """Start the process that watches over these runs, one after another. It outlives the caller."""
-    command = [sys.executable, "-m", "launch.supervisor", *map(str, folders)]
+    words = ["launch.supervisor", *map(str, folders)]
     if sweep is not None:
-        command += ["--sweep", str(sweep)]
+        words += ["--sweep", str(sweep)]
     if nodes is not None:
-        command += nodes.as_flags()
+        words += nodes.as_flags()
     with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        pid = warm.start(words, stdout=file.fileno(), stderr=file.fileno())
     for folder in folders:
-        processes.write_launcher(folder, process.pid, alone=nodes is None)
+        processes.write_launcher(folder, pid, alone=nodes is None)
 
 
 def attach(run_id: str, root: Path | None = None) -> Job | Sweep:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from launch import terminate
+from launch import terminate, warm
 from launch.machines.coordinator import Others
 from launch.machines.nodes import Nodes
 from launch.sweep import Sweep
@@ -209,4 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    warm.run()

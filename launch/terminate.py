@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from launch import warm
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.predict import schedule
 from vdpp_core.runs import processes, results, runfolder
@@ -56,7 +57,7 @@ def end_ranks(folder: Path) -> None:
 
 def end_children() -> None:
     """The same for the ranks that this process has started, whatever has become of their files."""
-    _end(psutil.Process().children(), LAST_WORD_S)
+    _end([child for child in psutil.Process().children() if child.pid != warm.nursery()], LAST_WORD_S)
 
 
 def end_by_name(folder: Path) -> bool:

@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 from tests.browser.lab import chromium, lab
 from tests.doubles.checking import CALLS
 from vdpp_core.config import RunConfig
-from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.models.images import read_image
 from vdpp_core.runs import results, runfolder
 from vdpp_core.runs.events import events_paths
@@ -30,6 +31,14 @@ DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "
 def pytest_collection_finish() -> None:
     """Nothing that was imported by now is garbage: the collector need not look through it at every turn."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_servers() -> Iterator[None]:
+    """Runs start from servers of this session, which end when their sockets are gone."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:  # short, as sockets' names are
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Denoising of video diffusion models, split over ranks, measured and explained."""
+"""Video diffusion split over ranks: run, measured, predicted and explained."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["ConfigError", "Parallel", "RunConfig", "parallelize", "restore", "sp
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch.distributed is imported when it is asked for."""
+    """Import what needs torch.distributed on first use."""
     if name not in ("parallelize", "restore"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import vdpp_core.parallel.parallelize as module

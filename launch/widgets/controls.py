@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXES
+from vdpp_core.config.fields import PIXELS_PER_LATENT
 from vdpp_core.config.layout import Parallel
-from vdpp_core.config.run import PIXELS_PER_LATENT
 
 GROUPS = {
     "Model": ("command", "model", "random_weights", "image", "save_latents"),

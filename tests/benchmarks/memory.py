@@ -87,9 +87,9 @@ def main() -> None:
         alike = table.sort_index().loc[key]
         for shards in (2, 3):
             saved = alike["resident_gb"][1] - alike["resident_gb"][shards]
-            foretold = alike["parameters_gb"][1] * (1 - 1 / shards) - alike["gathered_gb"][shards]
+            predicted = alike["parameters_gb"][1] * (1 - 1 / shards) - alike["gathered_gb"][shards]
             what = f"{key[0]}, FSDP over {shards} ranks: resident memory of rank 0 is less by"
-            print(f"{what} {saved:.3f} GB, foretold {foretold:.3f} GB: {saved / foretold:.3f}")
+            print(f"{what} {saved:.3f} GB, predicted {predicted:.3f} GB: {saved / predicted:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Runs on two CPU ranks foretold from one of them: python -m tests.benchmarks.planner
+"""Runs on two CPU ranks predicted from one of them: python -m tests.benchmarks.planner
 
-One alternating sweep of one rank, data parallel and the step pipeline, its stages even and uneven, with few samples and
-many. The rates come from one run, the first repeat of the even step pipeline with most samples, whose ranks are alone
-at the beginning and at the end and together in between; the link is measured beforehand. Makespan and mean
-latency of every layout are then compared with the median of its repeats. Nothing else should run.
+One alternating sweep of one rank, data parallel and the step pipeline with even and uneven stages, with few and many
+samples. The rates come from one run, the first repeat of the even step pipeline with most samples: its ranks are alone
+at the start and at the end and busy together in between. The link is measured first. Makespan and mean latency of every
+layout are then compared with the median of its repeats. Nothing else should run on the machine.
 """
 
 from statistics import fmean, median
@@ -43,15 +43,15 @@ def compare(sweep: launch.Sweep) -> None:
     known = rates.from_run(runs[list(CONFIGS).index(("pp 2, 14 + 14 steps", max(SAMPLES))), 0].folder)
     rows = {}
     for number, (name, config) in enumerate(CONFIGS.items()):
-        foretold = rates.predict(config, known).numbers()
+        predicted = rates.predict(config, known).numbers()
         results = [runs[number, repeat].result() or {} for repeat in range(REPEATS)]
         makespan = median(result["makespan_s"] for result in results)
         latency = median(fmean(result["latency_s"]) for result in results)
         rows[name] = {
             "makespan (s)": makespan,
-            "predicted / measured": foretold["makespan_s"] / makespan,
+            "predicted / measured": predicted["makespan_s"] / makespan,
             "mean latency (s)": latency,
-            "predicted / measured ": fmean(foretold["latency_s"]) / latency,
+            "predicted / measured ": fmean(predicted["latency_s"]) / latency,
         }
     table = pd.DataFrame(rows).T.rename_axis(["layout", "samples"])
     print(tables.source([job.folder for job in sweep.jobs]))

@@ -15,7 +15,7 @@ from diffusers import StableVideoDiffusionPipeline
 import launch
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.compare import tables
-from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import worker
 from vdpp_core.models.images import read_image
 from vdpp_core.predict import schedule

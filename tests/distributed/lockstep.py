@@ -17,7 +17,7 @@ from diffusers import UNetSpatioTemporalConditionModel
 
 import vdpp_core
 from vdpp_core import Parallel
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 ALL = [(frames, size) for frames in (5, 14, 25) for size in ((9, 16), (8, 8))]

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 import vdpp_core
 from vdpp_core import Parallel
-from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 
 
 def generate(pipeline: Any, image: Image.Image, steps: int) -> tuple[torch.Tensor, np.ndarray]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -118,5 +120,24 @@ def test_a_mistake_under_torchrun_is_said_once(torchrun, tmp_path):
     process = torchrun(2, "simulate", "--total-steps", 1, "--output-dir", tmp_path / "run")
     assert process.returncode != 0
     said = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    assert said == ["error: --pp 2: must be at most total_steps, 1"]
+    assert said == [
+        "error: torchrun's ranks 2: must be at most total_steps, 1 (every rank is a pipeline stage unless flags say "
+        "otherwise)"
+    ]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_settles_a_run_that_is_still_starting(ranks, tmp_path, wait_until):
+    folder = tmp_path / "run"
+    line = ["simulate", "--world-size", ranks, "--num-samples", 10_000, "--output-dir", folder]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vdpp_core", *map(str, line)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_until((folder / "predicted.json").exists, 120)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert said.count("stopped by Ctrl-C") <= 1  # a rank that computes already ends without a word
+    assert runfolder.read_result(folder)["outcome"] == "stopped"

@@ -16,7 +16,7 @@ from tests.distributed.breaking import RULES
 from tests.distributed.conftest import COMMAND, with_doubles
 from tests.doubles.checking import check
 from vdpp_core import RunConfig
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.runs import runfolder, saved_latents
 
 SYNCHRONISED = {  # dp × pp × cfg × frames × fsdp, in fours

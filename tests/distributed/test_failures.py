@@ -15,7 +15,7 @@ import torch
 
 from tests.patience import FairClock, exit_code
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.runs import events, processes, runfolder, saved_latents
 
 LONG = {

@@ -15,7 +15,7 @@ from tests.patience import exit_code
 from vdpp_core import RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.config.execution import resolve
-from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import media, worker
 from vdpp_core.engine.videos import Official
 from vdpp_core.models.decoding import Decoder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vdpp_core import RunConfig
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.predict import costs
 from vdpp_core.runs import runfolder, saved_latents
 
@@ -138,12 +138,12 @@ def test_latents_of_a_lockstep_group_are_close_to_the_official_pipelines(name, r
 
 
 @pytest.mark.parametrize("name", ["frames 3 of 14", "cfg 2", "pp 2 × frames 2", "frames 2 × cfg 2"])
-def test_bytes_are_those_that_were_foretold(name, run_folders):
+def test_bytes_are_those_that_were_predicted(name, run_folders):
     folder = run_folders(LOCKSTEP[name][0])[name]
     config, result = RunConfig.read(folder), runfolder.read_result(folder)
     for rank, sent_gb in enumerate(result["lockstep_gb_per_step_per_rank"]):
-        foretold = costs.cost(config, config.layout.place(rank).member)
-        assert sent_gb * 1e9 == pytest.approx(sum(foretold.sent.values()))
+        predicted = costs.cost(config, config.layout.place(rank).member)
+        assert sent_gb * 1e9 == pytest.approx(sum(predicted.sent.values()))
 
 
 @pytest.mark.parametrize("name", sorted(RUNS, key=lambda name: RUNS[name][0]))

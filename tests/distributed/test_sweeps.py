@@ -90,8 +90,8 @@ def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
         (["sweep", "--ranks", "2", "simulate", "--fsdp-same-sample"], "--fsdp-same-sample True"),
         (["start", "--nproc", "0", "simulate"], "--nproc 0"),
         (["start", "--nproc", "4", "simulate", "--fsdp", "--dp", "3"], "--dp 3"),
-        (["start", "--nproc", "2", "simulate", "--total-steps", "1"], "--pp 2"),
-        (["status", "nowhere"], "--run-id nowhere"),
+        (["start", "--nproc", "2", "simulate", "--total-steps", "1"], "--nproc 2"),
+        (["status", "nowhere"], "RUN nowhere"),
         (["start", "simulate", "--num-samples", "0"], "--num-samples 0"),
     ],
 )

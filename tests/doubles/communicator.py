@@ -50,10 +50,12 @@ class Communicators:
         self.run = ""
         self.born: set[Hashable] = set()
         self.outstanding: list[Any] = []
-        folder = os.environ.get("VDPP_DOUBLES_LOG")
-        self.log = (
-            os.open(Path(folder) / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if folder else None
-        )
+
+    @functools.cached_property
+    def log(self) -> int:
+        """Opened by the first note: a rank may be a fork of the process that the doubles were installed in."""
+        path = Path(os.environ["VDPP_DOUBLES_LOG"]) / f"{os.getpid()}.jsonl"
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(self, group: Any, **facts: Any) -> None:
         ranks = c10d._world.pg_group_ranks[group]

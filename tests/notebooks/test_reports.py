@@ -213,4 +213,4 @@ def test_the_command_line_says_it_in_one_line(tmp_path: Path, capsys: pytest.Cap
             main(["report", *words])
         said = capsys.readouterr()
         assert said.out == ""
-        assert re.fullmatch(r"error: --(notebook|set) .*: (must be|no notebook) .*\n", said.err)
+        assert re.fullmatch(r"error: (NOTEBOOK|--set) .*: (must be|no parameter) .*\n", said.err)

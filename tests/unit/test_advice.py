@@ -183,7 +183,7 @@ def test_the_command_prints_places_reasons_and_where_they_are_known_from(capsys)
     assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
     assert "each rank runs one guidance pass" in lines[3]
     assert any(line.startswith("and ") and "more that fit" in line for line in lines)
-    assert any(line.startswith("falls out: ") and "fits without sharding" in line for line in lines)
+    assert any(line.startswith("excluded: ") and "fits without sharding" in line for line in lines)
 
 
 def test_arrivals_on_the_command_line(capsys):
@@ -215,10 +215,10 @@ def test_arrivals_on_the_command_line(capsys):
         ),
         ("--gpus 2 --link-gb-per-s 0", "--link-gb-per-s 0.0: must be at least 1e-9, or hand-offs would never arrive"),
         ("--gpus 2 --link-gb-per-s 1 --link-us -5", "--link-us -5.0: must be from 0 to 1e9 microseconds"),
-        ("--gpus 2 --link-us 5", "--link-us 5.0: only with link_gb_per_s"),
+        ("--gpus 2 --link-us 5", "--link-us 5.0: only with --link-gb-per-s"),
         ("--gpus 2 --tflops -2", "--tflops -2.0: must be from 1e-9 to 1e9"),
         ("--gpus 2 --every-s -1", "--every-s -1.0: must be greater than or equal to 0"),
-        ("--gpus 2 --poisson", "--poisson True: only with every_s"),
+        ("--gpus 2 --poisson", "--poisson True: only with --every-s"),
         ("--gpus 2 --pp 2", "--pp 2: not in a plan, which looks for the layout"),
         ("--gpus 2 --fsdp", "--fsdp True: not in a plan, which looks for the layout"),
         ("--gpus 2 --latent-shape 1 4 100000 100000 100000", "--latent-shape 1 4 100000 100000 100000: is too large"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from vdpp_core.predict.estimates import SENT
 
 from vdpp_core import Parallel
 from vdpp_core.config.axes import AXES, AXIS_NAMES, LOCKSTEP_NAMES
 from vdpp_core.parallel.parallelize import SPLITTERS
 from vdpp_core.plots import style
+from vdpp_core.predict.predictor import SENT
 
 
 def test_a_layout_has_a_size_for_each_axis():

@@ -8,16 +8,15 @@ import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
-from vdpp_core.cli import command_line
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.cli import arguments
+from vdpp_core.cli import main as cli
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.engine import worker
 from vdpp_core.runs import runfolder
 
 
 def parse(line, ranks=1):
-    parser = command_line.OneLineParser()
-    command_line.add_run_commands(parser)
-    return command_line.run_config(parser.parse_args(line.split()), ranks)
+    return arguments.run_config(cli.parse(line.split()).flags, ranks, "world_size")
 
 
 def test_defaults_of_each_command():
@@ -95,7 +94,7 @@ def test_weights():
     [
         ("benchmark --total-steps 0", 1, "--total-steps 0: must be greater than or equal to 1"),
         ("benchmark --total-steps many", 1, "--total-steps many: must be a valid integer"),
-        ("benchmark --total-steps 3", 4, "--pp 4: must be at most total_steps, 3"),
+        ("benchmark --total-steps 3", 4, "--world-size 4: must be at most total_steps, 3"),
         ("benchmark --dp 3", 4, "--dp 3: dp × pp × cfg × frames = 3 × 1 × 1 × 1 must be the ranks, 4"),
         ("benchmark --pp 3", 4, "--pp 3: dp × pp × cfg × frames = 1 × 3 × 1 × 1 must be the ranks, 4"),
         ("benchmark --frames 3", 4, "--frames 3: dp × pp × cfg × frames = 1 × 1 × 1 × 3 must be the ranks, 4"),
@@ -135,11 +134,11 @@ def test_what_cannot_be_is_said_with_flag_and_value(line, ranks, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "COMMAND"),
-        ("dream", "'dream'"),
+        ("", "memory, plan, peers, run}; see python -m vdpp_core --help"),
+        ("dream", "dream: Expected one of"),
         ("benchmark --steps 3", "--steps 3"),
         ("benchmark --total 3", "--total 3"),  # no abbreviations
-        ("benchmark --total-steps", "--total-steps: expected one argument"),
+        ("benchmark --total-steps", "'--total-steps'. Expected 1 values; see python -m vdpp_core benchmark --help"),
         ("benchmark extra", "extra"),
     ],
 )
@@ -166,7 +165,7 @@ def assert_one_line(said, stdout, stderr, folder):
     ("line", "said"),
     [
         ("benchmark --steps 3", "--steps 3"),  # by the parser
-        ("simulate --world-size 5 --total-steps 4", "--pp 5: must be at most total_steps, 4"),  # by the configuration
+        ("simulate --world-size 5 --total-steps 4", "--world-size 5: must be at most"),  # by the configuration
         ("generate --image nowhere.png", "--image nowhere.png: must be a readable image file"),  # by the machine
     ],
 )
@@ -217,7 +216,7 @@ def test_a_run_folder_is_run_once(tmp_path, capsys):
         ("benchmark --model-id ./nowhere", "--model-id ./nowhere: "),
         ("benchmark --device cpu --backend nccl", "--backend nccl: "),
         ("benchmark --output-dir file/run", "--output-dir "),
-        ("run", "folder"),
+        ("run", "FOLDER"),
         ("run nowhere", "nowhere"),
     ],
 )

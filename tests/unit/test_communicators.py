@@ -81,6 +81,6 @@ def test_the_command_has_a_line_for_them(capsys):
     main(["memory", "--world-size", "4"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "communicators" in line]
     assert line.strip().startswith("communicators")
-    assert line.endswith(" 0.644 GB beside it: 3 of NCCL's, 0.2 GiB each, assumed")
+    assert line.endswith(" 0.644 GB in addition: 3 of NCCL, 0.215 GB each, assumed")
     main(["memory"])
     assert "communicators" not in capsys.readouterr().out

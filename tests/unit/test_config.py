@@ -6,7 +6,7 @@ import math
 import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 
 BAD = [
     # arguments, the argument named, its value as shown, a word of what is allowed

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vdpp_core import ConfigError, Parallel, RunConfig
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.engine import worker
 from vdpp_core.runs import runfolder, saved_latents
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 
-import vdpp_core.__main__
 from vdpp_core import Parallel, RunConfig
+from vdpp_core.cli import show
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.engine import worker
@@ -293,7 +293,7 @@ def test_a_run_says_who_was_at_work_beside_it(tmp_path, monkeypatch, capsys):
     result = runfolder.read_result(folder)
     assert result["disturbed"][-1] == "3 ranks of other runs were at work on its cores"
     assert result["other_ranks_at_work"] == 3
-    vdpp_core.__main__._show(folder, as_json=False)
+    show.run(folder, as_json=False)
     assert capsys.readouterr().err.splitlines()[-1] == f"warning: disturbed: {result['disturbed'][-1]}"
     slept = [event["asleep_s"] for event in runfolder.read_events(folder) if event["kind"] in ("clock", "done")]
     assert slept[1] == pytest.approx(slept[0], abs=0.1)

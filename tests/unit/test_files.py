@@ -32,7 +32,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
 
 
 def test_a_file_is_whole_whoever_writes_it(tmp_path):
-    """A rank has two threads that may both settle a run: its main thread and its guard."""
+    """A rank has two threads that may both settle a run: its main thread and its monitor."""
     path, text = tmp_path / "result.json", "x" * 5000
 
     def write(_):

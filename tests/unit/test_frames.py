@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.conftest import one_thread
 from tests.doubles.threads import together
 from vdpp_core import Parallel, RunConfig, models
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.models.patches import Patches
 from vdpp_core.parallel import frames
 from vdpp_core.parallel.group import Group

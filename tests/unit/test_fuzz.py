@@ -24,6 +24,7 @@ from launch.report import parameters
 from launch.report.execute import PROJECT
 from tests.unit import inputs
 from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.cli import peers, run, show
 from vdpp_core.config.steps import split
 from vdpp_core.lessons import sizing
 from vdpp_core.predict import planner, published, rates, schedule
@@ -49,12 +50,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to stand in, with runs/ and files of all kinds; what would start a process or a rank does not."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for name in ("_execute", "_compare"):
-        monkeypatch.setattr(vdpp_core.__main__, name, lambda *_: None)
-    for name in ("_show", "_show_comparison"):
-        monkeypatch.setattr(vdpp_core.__main__, name, lambda *_, **__: None)
-    monkeypatch.setattr(vdpp_core.__main__.os, "execv", replaced)
-    monkeypatch.setattr(vdpp_core.__main__.os, "_exit", fails)
+    for does in (run._execute, peers._compare, show.run, peers._show):
+        monkeypatch.setattr(f"{does.__module__}.{does.__name__}", lambda *_: None)
+    monkeypatch.setattr(run.os, "execv", replaced)
+    monkeypatch.setattr(run.os, "_exit", fails)
     monkeypatch.setattr(machine, "git_commit", lambda: None)
     monkeypatch.setattr("launch.report.execute.report", chosen_and_assigned)
     for module in (START, SWEEP):
@@ -241,7 +240,7 @@ def test_right_answers(line, said, place, capsys):
     ("line", "said"),
     [
         ("tail run --rank 99", "--rank 99: must be a whole number from 0 to 0"),
-        ("start --nproc=-- simulate", "--nproc --: must be a value"),
+        ("start --nproc=-- simulate", "--nproc --: must be a whole number from 1 to 4096"),
         ("tail run --lines 0", "--lines 0: must be a whole number from 1"),
         ("start --nproc 1000000 simulate", "--nproc 1000000: must be a whole number from 1 to 4096"),
         ("sweep --ranks 1,9999999999 simulate", "--ranks 1,9999999999: must be whole numbers, each from 1 to 4096"),

@@ -15,7 +15,7 @@ import pytest
 from tests.doubles.cards import A100, A5000, T4, Card, faked
 from tests.gpu import check
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.__main__ import _parser
+from vdpp_core.cli.main import parse
 from vdpp_core.compare import peers_report
 from vdpp_core.engine import checks
 from vdpp_core.parallel.devices import GIB
@@ -173,9 +173,9 @@ def test_what_is_planned_can_be_run_on_those_cards(cards: int, capability: tuple
         for config in configs:
             ranks = (config.parallel or Parallel()).world_size
             checks.check(config.for_ranks(ranks), ranks)
-        asked = _parser().parse_args(check.peers_arguments(cards)[2:])
+        asked = parse(check.peers_arguments(cards)[2:])
         ranks = int(asked.world_size)
-        compared = peers_report.configuration(vars(asked), max(ranks, 2), max(ranks, 2))
+        compared = peers_report.configuration(asked.run, max(ranks, 2), max(ranks, 2))
         if cards > 1:
             checks.check(compared.for_ranks(ranks), ranks)
     assert len(configs) + len(left_out) == len(check.candidates(cards)) + (cards == 1)

@@ -19,7 +19,7 @@ from tests.patience import FairClock
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.config import execution
-from vdpp_core.config.run import EXAMPLE_IMAGE, MODELS
+from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import checks
 from vdpp_core.models import checkpoint
 from vdpp_core.runs import other_runs, runfolder
@@ -340,12 +340,12 @@ def before_start(monkeypatch, cores, at_work, **arguments):
         (4, 2, {"parallel": Parallel(pp=2), "threads": 1}, []),
         (2, 0, {"parallel": Parallel(pp=4)}, ["4 × 1 threads on 2 cores: ranks take turns"]),
         (4, 0, {"parallel": Parallel(pp=2), "threads": 3}, ["2 × 3 threads on 4 cores: ranks take turns"]),
-        (2, 1, {"parallel": Parallel(pp=2)}, ["1 rank of another run is at work on these 2 cores: this one will take"]),
+        (2, 1, {"parallel": Parallel(pp=2)}, ["1 rank of another run is running on these 2 cores: this run will take"]),
         (
             2,
             3,
             {"parallel": Parallel(pp=2)},
-            ["3 ranks of other runs are at work on these 2 cores: this one will"],
+            ["3 ranks of other runs are running on these 2 cores: this run will"],
         ),
     ],
 )

@@ -9,8 +9,8 @@ from PIL import Image
 from vdpp_core import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
+from vdpp_core.config.fields import MODELS
 from vdpp_core.config.layout import Parallel
-from vdpp_core.config.run import MODELS
 from vdpp_core.engine import worker
 from vdpp_core.runs import files, origin, results, resuming, runfolder, saved_latents
 
@@ -58,7 +58,7 @@ def stopped(whole, tmp_path):
 
 def go_on(folder):
     """What `launch resume` has a rank do."""
-    worker.execute(folder, worker.Ranks(0, 1, 0, 1, under_torchrun=False), guarded=False)
+    worker.execute(folder, worker.Ranks(0, 1, 0, 1, under_torchrun=False), monitored=False)
 
 
 def test_a_resumed_run_keeps_what_was_made_from_the_same(stopped, whole):

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vdpp_core import Parallel, RunConfig, models
 from vdpp_core.config.execution import Execution, resolve
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.engine import videos, worker
 from vdpp_core.models.decoding import Decoder
 from vdpp_core.models.denoising import Denoiser
@@ -61,7 +61,7 @@ def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(models, "load_scheduler", schedule)
     monkeypatch.setattr(world, "device_of", lambda *_: META)
     monkeypatch.setattr(worker, "resolve", on_nobody)
-    monkeypatch.setattr(rendezvous, "_store", lambda _: FakeStore())
+    monkeypatch.setattr(rendezvous, "store", lambda _: FakeStore())
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -74,7 +74,7 @@ def run(config: RunConfig, folder: Path) -> None:
     runfolder.create(config)
     for rank in range(number):
         with Remembering():
-            worker.execute(folder, Ranks(rank, number, rank, number, under_torchrun=False), guarded=False)
+            worker.execute(folder, Ranks(rank, number, rank, number, under_torchrun=False), monitored=False)
     kinds = [event["kind"] for event in runfolder.read_events(folder) if event["kind"] in ("done", "sample")]
     assert kinds.count("done") == number
     assert kinds.count("sample") == config.num_samples

@@ -16,7 +16,7 @@ from vdpp_core.__main__ import main
 from vdpp_core.compare import peers_report
 from vdpp_core.compare.peers import Peers
 from vdpp_core.compare.peers_report import OFFICIAL, PEERS, configuration, plan, table, variants
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.engine import worker
 from vdpp_core.models import conditioning
 from vdpp_core.parallel.rendezvous import Ranks
@@ -136,7 +136,7 @@ def test_files_and_what_is_printed(config: RunConfig, measured: list[dict[str, A
 def test_the_figure(rows: pd.DataFrame) -> None:
     figure = peer_comparison.peers(rows.reset_index(), "source")
     assert figure.get_suptitle() == (
-        "Ours takes 1.000 (one rank), 1.200 (data parallel), 1.000 (step pipeline) of its peers' time on 2 ranks"
+        "Our makespan over the peers' on 2 ranks: 1.000 (one rank), 1.200 (data parallel), 1.000 (step pipeline)"
     )
     assert figure.get_supxlabel() == "source"
     left, right = figure.axes

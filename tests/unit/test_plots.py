@@ -59,7 +59,7 @@ def test_every_bar_of_a_gantt_chart_is_inside_its_panel(order, predicted):
             f"rank {r}" for r in range(layout.world_size)
         ]
         assert {bar.get_linestyle() for bar in bars} == {"--" if predicted else "-"}
-    assert "seconds" in figure.axes[-1].get_xlabel()
+    assert "(s)" in figure.axes[-1].get_xlabel()
     assert figure.get_supxlabel() == "source"
 
 
@@ -84,13 +84,13 @@ def test_throughput_says_what_the_table_says(table):
     rates = table.set_index(["pp", "dp"])["samples_per_s"]
     assert f"{rates[2, 1] / rates[1, 2]:.2f} ×" in title(figure)
     left, right = figure.axes
-    assert {"ranks"} == {left.get_xlabel(), right.get_xlabel()}
-    assert {"samples per second"} == {left.get_ylabel(), right.get_ylabel()}
+    assert {"number of ranks"} == {left.get_xlabel(), right.get_xlabel()}
+    assert {"throughput (samples/s)"} == {left.get_ylabel(), right.get_ylabel()}
     lines = {line.get_label(): line for line in right.lines}
-    known = lines["step pipeline, fill left out"]
+    known = lines["step pipeline, without fill"]
     assert list(known.get_ydata()) == [0.118, 0.234, 0.49, 0.855]
     assert known.get_markerfacecolor() == "white"
-    counted = lines["step pipeline, fill counted (computed)"]
+    counted = lines["step pipeline, with fill (computed)"]
     assert counted.get_linestyle() == "--"
     assert counted.get_ydata()[2] == pytest.approx(14 / (8.49 + 13 / 0.490))
 
@@ -119,10 +119,10 @@ def test_a_prediction_stands_beside_each_measurement(table, draw):
     solid = [line for line in solid if line.get_linestyle() == "-"]
     assert len(dashed) == len(solid) == 2
     ratio = 1.0 if draw is scaling.scaling_efficiency else 1.1  # relative to one rank's own
-    for foretold, measured in zip(dashed, solid, strict=True):
-        assert foretold.get_linestyle() == "--"
-        assert foretold.get_color() == measured.get_color()
-        assert list(foretold.get_ydata()) == pytest.approx([ratio * value for value in measured.get_ydata()])
+    for predicted, measured in zip(dashed, solid, strict=True):
+        assert predicted.get_linestyle() == "--"
+        assert predicted.get_color() == measured.get_color()
+        assert list(predicted.get_ydata()) == pytest.approx([ratio * value for value in measured.get_ydata()])
 
 
 def test_failed_runs_are_not_drawn(table):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.axes import LOCKSTEP_NAMES
 from vdpp_core.predict.predictor import COUNTED, TRACED, Predictor
 
 BASE = RunConfig(model="tiny", random_weights=True, device="cuda", dtype="fp16", num_samples=1)
@@ -21,6 +22,10 @@ def fitted() -> Predictor:
 @pytest.fixture(scope="module")
 def exact() -> Predictor:
     return Predictor()
+
+
+def test_the_fit_knows_how_often_the_ranks_of_each_axis_meet(fitted):
+    assert set(fitted.fit.exchanges) == set(LOCKSTEP_NAMES)
 
 
 def test_the_videos_tried_here_are_not_those_of_the_fit():

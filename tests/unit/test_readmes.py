@@ -144,8 +144,9 @@ def refused_by(module, words):
     path = words[:1]
     if path in (["start"], ["sweep"]):
         path += [word for word in words if word in RUN_COMMANDS][:1]
-    if wrong := [f"{module} {' '.join(path)}: no help" for part in parents(path) if help_of(module, *part) is None]:
-        return wrong
+    for part in parents(path):
+        if part[-1] not in names_in(help_of(module, *part[:-1])):
+            return [f"{module}: no {' '.join(part)}"]
     known = set().union(*(flags(help_of(module, *part)) for part in parents(path)))
     return [f"{module} {' '.join(path)}: no {word}" for word in words if word.startswith("--") and word not in known]
 

@@ -21,7 +21,7 @@ import launch
 from launch.report import pages
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.config.errors import redacted
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.engine import checks
 from vdpp_core.models import svd
 from vdpp_core.runs import processes, results, runfolder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.tiny_svd import judge, model, train
 from vdpp_core.tiny_svd.clips import held_out
 

@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from tests.conftest import official_pipeline
 from vdpp_core import ConfigError, RunConfig
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.models import svd, weights
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vdpp_core import ConfigError, RunConfig, models
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.engine import checks
 from vdpp_core.models import weights
 from vdpp_core.models.svd import load_unet

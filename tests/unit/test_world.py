@@ -67,7 +67,7 @@ def test_torchruns_store_has_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "RANK": 1, "WORLD_SIZE": 2}
     for name, value in (facts | {"TORCHELASTIC_USE_AGENT_STORE": True}).items():
         monkeypatch.setenv(name, str(value))
-    assert rendezvous._store(Ranks(1, 2, 1, 2, under_torchrun=True)).timeout == PATIENCE
+    assert rendezvous.store(Ranks(1, 2, 1, 2, under_torchrun=True)).timeout == PATIENCE
 
 
 @pytest.mark.parametrize("minutes", [3, 3000])

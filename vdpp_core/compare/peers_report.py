@@ -18,8 +18,8 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.config.layout import Parallel
-from vdpp_core.config.run import EXAMPLE_IMAGE
 from vdpp_core.runs import files, machine, runfolder, saved_latents
 
 OFFICIAL = "official pipeline"

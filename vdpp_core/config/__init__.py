@@ -1,4 +1,4 @@
-"""What a run is: its configuration, its layout over ranks, and what is wrong with either."""
+"""What a run is: its configuration and its layout over ranks, validated when they are made."""
 
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel

@@ -1,4 +1,4 @@
-"""Which steps each stage of a step pipeline runs."""
+"""How steps are divided among the stages of a step pipeline."""
 
 import heapq
 import itertools
@@ -8,9 +8,8 @@ from collections.abc import Sequence
 def split(total_steps: int, stages: int, weights: Sequence[float] | None = None) -> list[range]:
     """Cut steps 0 … total_steps-1 (0 is the noisiest) into contiguous stages, none of them empty.
 
-    Without weights the sizes differ by at most one and the larger stages come first. With weights, the relative
-    speeds of the ranks, each stage gets its share so that the slowest stage, the one that sets the interval, is as
-    short as whole steps allow.
+    Without weights, sizes differ by at most one and the larger stages come first. With weights (relative speeds of the
+    ranks), steps are distributed so that the slowest stage, which sets the interval, is as short as possible.
 
     Raises:
         ValueError: fewer steps than stages, or weights that are not one positive number per stage.
@@ -33,7 +32,7 @@ def _in_proportion(total_steps: int, stages: int, speeds: Sequence[float]) -> li
     if not all(0 < speed < float("inf") for speed in speeds):
         raise ValueError(f"weights {speeds}: must all be positive and finite")
     sizes = [1] * stages
-    soonest = [(2 / speed, stage) for stage, speed in enumerate(speeds)]  # how long each would take with one more
+    soonest = [(2 / speed, stage) for stage, speed in enumerate(speeds)]  # time of each stage with one more step
     heapq.heapify(soonest)
     for _ in range(total_steps - stages):
         stage = soonest[0][1]

@@ -1,1 +1,1 @@
-"""What one rank does: load, receive latents, denoise, pass them on, decode, and end cleanly."""
+"""What one rank does: load, receive latents, denoise, hand them on, decode, and end cleanly."""

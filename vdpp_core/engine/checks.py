@@ -1,4 +1,4 @@
-"""What this machine is and whether it can do a run: asked before any rank starts. Starts nothing itself."""
+"""Checks whether this machine can do a run, before any rank starts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from vdpp_core.runs import other_runs
 
 
 def before_start(config: RunConfig, execution: Execution) -> list[str]:
-    """What is to be said before a run starts on so many ranks of this machine, about its cores and its disk."""
+    """List warnings about this machine's cores and disk before a run starts on it."""
     found = []
     if execution.device_type == "cpu":
         ranks, available = execution.local_ranks, cores()
         if ranks * execution.threads > available:
-            found.append(
-                f"{ranks} × {execution.threads} threads on {available} cores: ranks take turns, and times say little"
-            )
+            wanted = f"{ranks} × {execution.threads} threads on {available} cores"
+            found.append(f"{wanted}: ranks take turns, and their times mean little")
         elif others := other_runs.in_the_way(execution):
-            at_work = f"{other_runs.ranks_of_other_runs(others)} {'is' if others == 1 else 'are'} at work"
-            found.append(f"{at_work} on these {available} cores: this one will take longer")
+            running = f"{other_runs.ranks_of_other_runs(others)} {'is' if others == 1 else 'are'} running"
+            found.append(f"{running} on these {available} cores: this run will take longer")
     needed = config.num_samples * math.prod(config.shape) * execution.element_size * config.save_latents
     place = (config.output_dir or Path.cwd()).absolute()
     free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
@@ -37,10 +36,13 @@ def before_start(config: RunConfig, execution: Execution) -> list[str]:
 
 
 def check(config: RunConfig, local_ranks: int) -> Execution:
-    """Whether this machine can do the run, whose layout is known, with so many of its ranks.
+    """Check that this machine can do a run (whose layout is known) with `local_ranks` of its ranks.
+
+    Returns:
+        How the run executes here.
 
     Raises:
-        ConfigError: one line that says what cannot be and what can.
+        ConfigError: it cannot; one line that names the argument and what is allowed.
     """
     execution = resolve(config, local_ranks)
     devices.check_device(config, execution)

@@ -1,4 +1,4 @@
-"""The end of a run over several machines: what they wrote comes into rank 0's run folder, the result into theirs."""
+"""The end of a run over several machines: collect their files in rank 0's run folder, and give them the result."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from vdpp_core.runs import results, runfolder
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import write_whole
 
-CHUNK = 16 * 2**20  # bytes that are sent at a time
+CHUNK = 16 * 2**20  # bytes per message
 
 
 def finish(
     config: RunConfig, folder: Path, ranks: Ranks, log: EventLog, predict_times: results.PredictTimes | None = None
 ) -> None:
-    """Bring the files together, have rank 0 write the result and give it to all machines. All ranks call it.
+    """Collect the files, have rank 0 write the result, and give it to all machines. All ranks have to call it.
 
-    On one machine this does nothing. Where the run folder is on shared storage there is nothing to bring: a machine
-    that sees what rank 0 has just made has no folder of its own.
+    On one machine this does nothing. On shared storage there is nothing to collect: a machine that sees a file which
+    rank 0 has just made has no folder of its own.
+
+    Raises:
+        LostRankError: another rank is gone.
     """
     if not ranks.several_machines:
         return
@@ -45,7 +48,7 @@ def finish(
     result: list[dict[str, Any]] = [{}]
     if ranks.rank == 0:
         if config.command == "generate" and any(files):
-            from vdpp_core.engine import videos  # seconds that the other commands do not need
+            from vdpp_core.engine import videos  # takes seconds, which the other commands need not spend
 
             videos.make_contact_sheet(config, folder)
         result = [results.write(folder, "ok", predict_times=predict_times)]
@@ -56,7 +59,7 @@ def finish(
 
 
 def _shared(folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> bool:
-    """Whether this is rank 0's folder. A name that nobody looked up before is in no cache of a network file system."""
+    """Whether this is rank 0's folder. The name is new, so that no network file system has it cached as missing."""
     names = [f".shared-{secrets.token_hex(8)}"]
     if ranks.rank == 0:
         (folder / names[0]).touch()
@@ -69,7 +72,7 @@ def _shared(folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> bool
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:
-    """Names below the folder, and bytes; what is appended from now on is left out."""
+    """Names below the folder with their sizes in bytes. What is appended later is left out."""
     paths = [path for part in runfolder.PARTS for path in sorted((folder / part).rglob("*"))]
     return [
         (str(path.relative_to(folder)), path.stat().st_size) for path in paths if path.is_file() and path.name[0] != "."

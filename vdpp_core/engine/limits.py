@@ -1,4 +1,4 @@
-"""Devices that are smaller on purpose, and what is known when one is full."""
+"""Memory limits that simulate smaller devices, and reports of what was going on when memory ran out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from torch import nn
 
 from vdpp_core.parallel.devices import GIB, is_out_of_memory
 
-_POWERS = {unit: 2 ** (10 * power) for power, unit in enumerate("bKMGTPE")}  # MPS writes GB for what others write GiB
+_POWERS = {unit: 2 ** (10 * power) for power, unit in enumerate("bKMGTPE")}  # MPS says GB where others say GiB
 _REQUEST = re.compile(r"(?:alloc|allocate|async|mmap) ([\d.]+) ?(b|[KMGTPE])(?:ytes|i?B)\b")
 
 
 class OutOfMemoryError(RuntimeError):
-    """A rank ran out of memory: a result, not a fault. `facts` has requested_gb, free_gb, limit_gib, layer, phase."""
+    """A rank ran out of memory, which is a result of a run rather than a fault.
+
+    `facts` has requested_gb, free_gb (both GB, 1e9 bytes), limit_gib, layer and phase; unknown ones are None.
+    """
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.facts = facts
@@ -37,10 +40,10 @@ class OutOfMemoryError(RuntimeError):
 
 
 class Device:
-    """What a rank may use of its device; the whole of it where `limit_gib` is None.
+    """What a rank may use of its device: `limit_gib` (GiB), or the whole device if that is None.
 
-    CUDA: the share of the card that PyTorch's allocator may reserve; the context is not in it. CPU: what the process
-    may hold in private memory beyond what it holds now (RLIMIT_DATA, which Linux alone keeps).
+    On CUDA the limit is what PyTorch's allocator may reserve, without the CUDA context. On a CPU it is the private
+    memory that the process may take beyond what it holds now (RLIMIT_DATA; Linux only).
     """
 
     def __init__(self, device: torch.device, limit_gib: float | None) -> None:
@@ -48,7 +51,7 @@ class Device:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """The limit holds in here."""
+        """Enforce the limit within the context."""
         if self.limit_gib is None:
             yield
             return
@@ -63,7 +66,7 @@ class Device:
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.device)
             return None
-        torch.ones(2**20).add_(1)  # OpenMP makes its threads now: it ends a process that has no room for their stacks
+        torch.ones(2**20).add_(1)  # starts OpenMP's threads: later it would end the process if their stacks did not fit
         before = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (_private_memory() + int(limit), before[1]))
         return before
@@ -75,7 +78,7 @@ class Device:
             resource.setrlimit(resource.RLIMIT_DATA, before)
 
     def _lift(self) -> int | None:
-        """End a CPU's limit; what it was."""
+        """Lift a CPU's limit and return it."""
         if self.limit_gib is None or self.device.type != "cpu":
             return None
         limit, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -83,7 +86,7 @@ class Device:
         return limit
 
     def free(self, lifted: int | None = None) -> int:
-        """Bytes that are left, inside `limited` those of the limit, also of one that was lifted."""
+        """Bytes that are free; inside `limited`, of the limit, or of the CPU limit that was `lifted`."""
         if self.device.type == "cuda":
             left = torch.cuda.mem_get_info(self.device)[0]
             if self.limit_gib is not None:
@@ -96,8 +99,14 @@ class Device:
         return max(0, left)
 
     def explain(self, error: BaseException, model: nn.Module | None, phase: str) -> OutOfMemoryError | None:
-        """What is known of an error inside `limited` if it is a lack of memory, else None. A CPU's limit ends with it:
-        to tell takes memory, too."""
+        """Turn an error inside `limited` into an OutOfMemoryError, or return None if it is no lack of memory.
+
+        This lifts a CPU's limit, because the report needs memory, too.
+
+        Args:
+            model: network whose innermost running layer is reported.
+            phase: what the rank was doing, in words.
+        """
         lifted = self._lift()
         if not is_out_of_memory(error):
             return None
@@ -114,13 +123,13 @@ class Device:
 
 
 def _private_memory() -> int:
-    """Bytes that RLIMIT_DATA counts."""
+    """Bytes of this process that RLIMIT_DATA counts."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
 def _layer(trace: TracebackType | None, model: nn.Module) -> str | None:
-    """The name of the innermost layer of `model` that was being computed."""
+    """The name of the innermost layer of `model` that was running."""
     names = {id(module): name for name, module in model.named_modules() if name}
     found = None
     while trace is not None:

@@ -12,16 +12,16 @@ import psutil
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_MOST_FOR_MMAP = 32 * 2**20  # what glibc accepts at most as the latter
+_MOST_FOR_MMAP = 32 * 2**20  # the largest threshold that glibc accepts
 
 
 def keep_freed_memory(keep: bool) -> None:
-    """Have glibc keep what is freed, or give it back at once; nothing happens with another C library.
+    """Have glibc keep freed memory, or return it at once. Other C libraries are left alone.
 
-    Kept, as PyTorch's allocator does on CUDA: otherwise a CPU rank may return its activations to the system and fault
-    them in again at every step, or may not, depending on what happens to lie at the top of its heap: 13 % of one rank's
-    time and 2 % of its neighbour's. Given back, for runs within a limit: the process then holds what is alive and no
-    more, where a heap of activations of all sizes held 30 to 80 % more.
+    Keep it for timing, as PyTorch's allocator does on CUDA: otherwise a CPU rank may return its activations and fault
+    them in again at every step, depending on what lies at the top of its heap: 13 % of one rank's time, 2 % of its
+    neighbour's. Return it for runs within a memory limit: the process then holds live memory only, where a heap of
+    activations of all sizes held 30 to 80 % more.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -30,9 +30,9 @@ def keep_freed_memory(keep: bool) -> None:
 
 
 class Stopwatch:
-    """Seconds of one span of work on a device: CUDA events on CUDA, the wall clock elsewhere.
+    """Measures the seconds of one span of work: with CUDA events on CUDA, with the wall clock elsewhere.
 
-    `stop` waits for the work, once a step: the device idles for the microseconds until the next kernel is there.
+    `stop` waits for the work. Once per step, that leaves the device idle for some microseconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,12 +41,14 @@ class Stopwatch:
             self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def start(self) -> None:
+        """Begin a span."""
         if self.device.type == "cuda":
             self.begin.record()
         else:
             self.began = time.perf_counter()
 
     def stop(self) -> float:
+        """End the span, wait for its work, and return its seconds."""
         if self.device.type == "cuda":
             self.end.record()
             self.end.synchronize()
@@ -57,14 +59,14 @@ class Stopwatch:
 
 
 class MemoryMeter:
-    """Peak memory of this rank in GB (1e9 bytes), the model included, from `reset` on.
+    """Measures peak memory of this rank in GB (1e9 bytes) from `reset` on, including the model.
 
-    CUDA: the allocator's maximum of allocated and of reserved bytes, and what the device itself says is in use.
-    MPS, which counts no maximum: what the driver has given to this process, above the baseline. PyTorch's pools keep
-    what is freed, so that this is the most that was held at once, rounded up to their heaps.
-    On a CPU: the high-water mark of resident memory above what the process held before the model's tensors (the
-    baseline). Memory that libraries take when they are first used counts: about 20 MB for oneDNN.
-    Where the mark cannot be reset (it needs Linux), it is the process's lifetime maximum.
+    CUDA: the allocator's maxima of allocated and reserved bytes, and what the device reports as used.
+    MPS counts no maximum: what the driver has given to this process, above the baseline. PyTorch's pools keep what is
+    freed, so this is the largest amount held at once, rounded up to their heaps.
+    CPU: the high-water mark of resident memory above the baseline, that is, what the process held before the model's
+    tensors. Memory that libraries take on first use counts, about 20 MB for oneDNN. Where the mark cannot be reset
+    (outside Linux), it is the process's lifetime maximum.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,20 +74,22 @@ class MemoryMeter:
         self.set_baseline()
 
     def set_baseline(self) -> None:
-        """What is held now belongs to no model."""
+        """Take what the process holds now as the baseline."""
         on_mps = self.device.type == "mps"
         self.baseline = torch.mps.driver_allocated_memory() if on_mps else psutil.Process().memory_info().rss
 
     def reset(self) -> None:
+        """Start a new peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self.device.type == "mps":
-            torch.mps.synchronize()  # a buffer that is still in use is not given back
+            torch.mps.synchronize()  # buffers in use cannot be freed
             torch.mps.empty_cache()
         elif sys.platform == "linux":
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> dict[str, float]:
+        """The peak since `reset` as allocated_gb, with further figures of the device type, all in GB."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return {

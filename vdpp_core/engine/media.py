@@ -12,16 +12,16 @@ from vdpp_core.models.images import Frames
 from vdpp_core.runs.files import write_whole
 
 MP4_QUALITY = 8  # of imageio's 0 to 10
-
-
-GIF_FPS = 50  # at most: frames of less than 20 ms are slowed down by browsers
-
-
+GIF_FPS = 50  # at most: browsers slow down frames shorter than 20 ms
 SHEET_FRAMES, SHEET_ROWS, SHEET_GAP = 8, 32, 4
 
 
 def save_video(folder: Path, name: str, frames: Frames, image: Image.Image, fps: int) -> None:
-    """`name`.mp4 (H.264), `name`.gif and `name`.png, a row of frames after the image; each whole or not at all."""
+    """Write `name`.mp4 (H.264), `name`.gif and `name`.png (the image and a row of frames), each atomically.
+
+    Raises:
+        OSError: the encoder did not finish, or the disk is full.
+    """
     from diffusers.utils import export_to_gif
 
     folder.mkdir(exist_ok=True)
@@ -35,12 +35,12 @@ def _write_mp4(pictures: list[Image.Image], path: Path, fps: int) -> None:
     from diffusers.utils import export_to_video
 
     export_to_video(pictures, str(path), fps=fps, quality=MP4_QUALITY, macro_block_size=8)
-    if b"moov" not in path.read_bytes():  # what ffmpeg writes last; that it could not, nobody asks
+    if b"moov" not in path.read_bytes():  # ffmpeg writes it last; imageio does not check that it did
         raise OSError(f"{path.name}: the encoder did not reach its end")
 
 
 def row(frames: Frames, image: Image.Image) -> Image.Image:
-    """The image, then up to eight of the frames, evenly spaced, the last among them."""
+    """Place the image and up to eight frames, evenly spaced up to the last, side by side."""
     chosen = np.linspace(0, len(frames) - 1, min(SHEET_FRAMES, len(frames))).round().astype(int)
     pictures = [image, *(Image.fromarray(frames[index]) for index in chosen)]
     width = image.width + SHEET_GAP
@@ -51,7 +51,7 @@ def row(frames: Frames, image: Image.Image) -> Image.Image:
 
 
 def contact_sheet(rows: Sequence[Image.Image]) -> Image.Image:
-    """Rows of frames, one below the other."""
+    """Stack rows of frames below one another."""
     heights = [picture.height + SHEET_GAP for picture in rows]
     sheet = Image.new("RGB", (max(picture.width for picture in rows), sum(heights) - SHEET_GAP), "white")
     for position, picture in enumerate(rows):
@@ -60,7 +60,7 @@ def contact_sheet(rows: Sequence[Image.Image]) -> Image.Image:
 
 
 def read_video(path: Path) -> tuple[Frames, float]:
-    """Frames of an MP4 and how many are shown in a second."""
+    """Read the frames of an MP4, and its frames per second."""
     import imageio.v3 as imageio
 
     return imageio.imread(path, plugin="FFMPEG"), imageio.immeta(path, plugin="FFMPEG")["fps"]

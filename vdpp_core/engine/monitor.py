@@ -1,4 +1,4 @@
-"""A rank's last word: when it is told to end, when its launcher or run folder is gone, or when a rank is stalled."""
+"""End a rank cleanly: on a signal, when its launcher or run folder is gone, or when a rank has stalled."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ PATIENCE_S = 3.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Guard(threading.Thread):
-    """A thread, since the main one may wait inside a communicator, where no Python signal handler runs."""
+class RankMonitor(threading.Thread):
+    """Watches one rank from a thread, because a main thread inside a communicator runs no Python signal handlers.
+
+    A context manager. When it finds a reason to end, it writes the rank's last event and ends the process.
+    """
 
     def __init__(self, folder: Path, log: EventLog, surroundings: Surroundings, follow_parent: bool) -> None:
         super().__init__(daemon=True)
@@ -33,19 +36,19 @@ class Guard(threading.Thread):
         self.watchdog, self.place = Watchdog(folder), Place(folder / "events")
         self.stopped = False
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> RankMonitor:
         self.signals, self.wakeup = os.pipe()
         os.set_blocking(self.wakeup, False)
-        self.earlier_wakeup = signal.set_wakeup_fd(self.wakeup)  # the byte in the pipe is what counts
+        self.earlier_wakeup = signal.set_wakeup_fd(self.wakeup)  # the handlers do nothing: `run` reads the pipe
         self.earlier = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stopped = True
-        self.join(2 * PERIOD_S)  # it waits for ever where this thread has had the last word
+        self.join(2 * PERIOD_S)  # it never ends if this thread wrote the last word first
         signal.set_wakeup_fd(self.earlier_wakeup)
-        if kind is None:  # otherwise the launcher's SIGTERM would cut off the account of what went wrong
+        if kind is None:  # after an error the launcher sends SIGTERM, which must not cut off the error's report
             for number, handler in self.earlier.items():
                 signal.signal(number, handler)
         if not self.is_alive():
@@ -54,6 +57,7 @@ class Guard(threading.Thread):
         os.close(self.wakeup)
 
     def run(self) -> None:
+        """Watch until the context ends."""
         while not self.stopped:
             if select.select([self.signals], [], [], PERIOD_S)[0]:
                 number = os.read(self.signals, 1)[0]
@@ -69,19 +73,19 @@ class Guard(threading.Thread):
                 self.surroundings.look()
 
     def _stall(self) -> Stall | None:
-        with contextlib.suppress(OSError):  # a file that has just gone
+        with contextlib.suppress(OSError):  # a file vanished while it was read
             return self.watchdog.over()
         return None
 
     def _end(self, code: int, kind: str, **facts: Any) -> None:
-        """Have the last word, then see to the result once the others have had theirs; a launcher does that better."""
+        """Write the last word and end the process. Without a launcher, first write the result for the other ranks."""
         if self.place.is_gone():
             self._leave()
         self.log.last_word(kind, **facts)
         try:
             if not processes.launcher_alive(self.folder):
                 self._settle()
-        except (ConfigError, OSError) as error:  # config.json is damaged, or the folder has just gone
+        except (ConfigError, OSError) as error:  # config.json is damaged, or the folder is gone
             print(f"{self.folder}: no result could be written: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)
@@ -94,6 +98,6 @@ class Guard(threading.Thread):
         results.settle(self.folder, reason=None if by_hand else "the launcher was killed", again=by_hand)
 
     def _leave(self) -> None:
-        """End without a word in a folder that is not this run's any more: nobody waits for what this rank computes."""
+        """End without writing to the folder, which is no longer this run's."""
         print(f"rank {self.log.rank}: the run folder {self.folder} is gone, so it ends", file=sys.stderr, flush=True)
         os._exit(1)

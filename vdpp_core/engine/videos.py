@@ -1,4 +1,4 @@
-"""The second phase of `generate`: a rank's share of latents -> videos in the run folder."""
+"""The second phase of `generate`: decode a rank's share of the latents into videos in the run folder."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from vdpp_core.runs.saved_latents import video_names
 def make(
     config: RunConfig, folder: Path, share: dict[int, Tensor], device: torch.device, dtype: torch.dtype, log: EventLog
 ) -> None:
-    """Decode each sample of `share`, latents (B, F, 4, H, W), and write its videos; then compare, where asked for.
+    """Decode each sample of `share`, latents (B, F, 4, H, W), and write its videos; compare them if the run says so.
 
     Raises:
-        FloatingPointError: a sample has no picture in it; nothing of it was written.
+        FloatingPointError: a sample's frames are black or not finite; nothing of it was written.
     """
     image = _as_seen(config)
-    at_work: list[int] = []
-    decoder = Decoder(config, device, dtype, chunk_done=lambda: log.write("chunk", at_work[-1]))
-    kept = {}  # for the comparison only: frames are large
+    current: list[int] = []
+    decoder = Decoder(config, device, dtype, chunk_done=lambda: log.write("chunk", current[-1]))
+    kept = {}  # only for the comparison, because frames are large
     for sample, latents in share.items():
-        at_work.append(sample)
+        current.append(sample)
         log.write("decode", sample)
         started = time.perf_counter()
         try:
@@ -59,7 +59,7 @@ def make(
 
 
 def make_contact_sheet(config: RunConfig, folder: Path) -> None:
-    """The first 32 videos below one another, and the image as the model saw it."""
+    """Write a sheet of the first 32 videos, and the image as the model saw it."""
     place = folder / "videos"
     write_whole(place / "input.png", _as_seen(config).save)
     names = [name for sample in range(config.num_samples) for name in video_names(config, sample)]
@@ -68,13 +68,13 @@ def make_contact_sheet(config: RunConfig, folder: Path) -> None:
 
 
 def _as_seen(config: RunConfig) -> Image.Image:
-    """The image at the size of the videos."""
+    """The image, cropped and at the size of the videos."""
     assert config.image_path is not None
     return images.read_image(config.image_path, config.image_size).resize(config.image_size, Image.Resampling.LANCZOS)
 
 
 def official_arguments(config: RunConfig) -> dict[str, Any]:
-    """What `StableVideoDiffusionPipeline` is called with, but for image, generator and what should come out."""
+    """Arguments of `StableVideoDiffusionPipeline` for a run, except image, generator and output type."""
     return {
         "height": config.image_size[1],
         "width": config.image_size[0],
@@ -99,10 +99,10 @@ class Official:
         self.image = images.read_image(config.image_path, config.image_size)
 
     def generate(self, sample: int, step_done: Callable[[int], None]) -> tuple[Tensor, Frames]:
-        """Latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3), of a batch decoded together.
+        """Generate a sample: latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3).
 
         Args:
-            step_done: called with the number of each step after it, from 0.
+            step_done: called after each step with its number, from 0.
         """
         config, last = self.config, {}
 
@@ -121,10 +121,10 @@ class Official:
         return last["latents"], to_bytes(frames)
 
     def compare(self, sample: int, latents: Tensor, frames: Frames, step_done: Callable[[int], None]) -> dict[str, Any]:
-        """Whether latents and frames of a sample are equal to the official ones, and how far they are from them.
+        """Compare a sample's latents and frames with the official ones: equality and largest difference.
 
-        Of a batch each video is compared with what the official pipeline decodes of it alone. How far that is from what
-        it gives for the whole batch, whose chunks mix the end of one video and the beginning of the next, is told, too.
+        The videos of a batch are compared with what the official pipeline decodes from each alone.
+        `max_batch_difference` is how far that is from decoding the whole batch, where a chunk may mix two videos.
         """
         official_latents, together = self.generate(sample, step_done)
         official_frames, facts = together, {}
@@ -145,5 +145,5 @@ class Official:
 
 
 def _grey_levels(frames: Frames, others: Frames) -> int:
-    """The largest difference, of 255."""
+    """The largest difference, out of 255."""
     return int(np.abs(frames.astype(int) - others).max())

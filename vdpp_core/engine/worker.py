@@ -20,7 +20,7 @@ from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.engine import checks, collect
 from vdpp_core.engine.limits import Device, OutOfMemoryError
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
-from vdpp_core.engine.monitor import Guard
+from vdpp_core.engine.monitor import RankMonitor
 from vdpp_core.models import conditioning
 from vdpp_core.models.conditioning import Conditioning
 from vdpp_core.models.denoising import Denoiser
@@ -41,14 +41,17 @@ Sink = Callable[[int, Tensor], None]
 def run(config: RunConfig, predict_times: results.PredictTimes | None = None) -> Path:
     """Do a run in this process, as its only rank, and return its run folder.
 
+    Args:
+        predict_times: see `results.settle`.
+
     Raises:
-        ConfigError: before anything is loaded, one line.
+        ConfigError: this machine cannot do the run; raised before anything is loaded.
     """
     config = config.for_ranks(1)
     checks.check(config, local_ranks=1)
     folder = runfolder.create(config)
     try:
-        execute(folder, Ranks(0, 1, 0, 1, under_torchrun=False), guarded=False, predict_times=predict_times)
+        execute(folder, Ranks(0, 1, 0, 1, under_torchrun=False), monitored=False, predict_times=predict_times)
     except BaseException:
         results.settle(folder)
         raise
@@ -56,20 +59,20 @@ def run(config: RunConfig, predict_times: results.PredictTimes | None = None) ->
 
 
 def execute(
-    folder: Path, ranks: Ranks, guarded: bool = True, predict_times: results.PredictTimes | None = None
+    folder: Path, ranks: Ranks, monitored: bool = True, predict_times: results.PredictTimes | None = None
 ) -> None:
-    """Do this rank's part of the run in `folder`; rank 0 writes result.json at the end. Ranks agree on its name.
+    """Do this rank's part of the run in `folder`. Rank 0 writes result.json at the end.
 
     Args:
-        guarded: watch for signals, a lost launcher and stalled ranks, and end this process if need be.
-        predict_times: what the result predicts from the warm-up; see `results.settle`.
+        monitored: watch for signals, a lost launcher and stalled ranks, and end this process when one occurs.
+        predict_times: predicts the run's times from its warm-up; see `results.settle`.
     """
     config = RunConfig.read(folder)
     execution = resolve(config, ranks.local_world_size)
     surroundings = Surroundings(execution, counts=ranks.local_rank == 0)
     with (
         EventLog(folder, ranks.rank) as log,
-        Guard(folder, log, surroundings, ranks.under_torchrun) if guarded else nullcontext(),
+        RankMonitor(folder, log, surroundings, ranks.under_torchrun) if monitored else nullcontext(),
     ):
         try:
             with joined(config.layout, execution, ranks, folder.name) as world:
@@ -92,7 +95,7 @@ def _last_words(error: BaseException) -> dict[str, Any]:
 
 
 class _Rank:
-    """One rank's part of a run, in the order in which it happens."""
+    """One rank's part of a run, top to bottom in the order in which it happens."""
 
     def __init__(
         self,
@@ -135,10 +138,10 @@ class _Rank:
         }
 
     def work(self) -> None:
-        """All of it, within the memory that the run allows.
+        """Do everything, within the memory that the run allows.
 
         Raises:
-            OutOfMemoryError: it was not enough.
+            OutOfMemoryError: the memory did not suffice.
         """
         device = Device(self.world.device, self.config.memory_limit_gib)
         with device.limited():
@@ -173,62 +176,62 @@ class _Rank:
         self.log.write("done", **facts)
 
     def _load(self) -> None:
-        """UNet and conditioning; the encoders are freed when this returns."""
+        """Load the UNet and make the conditioning; the encoders are freed when this returns."""
         config, world = self.config, self.world
         if world.shards is None:
             self.unet = models.load(config, world.device, self.dtype)
         else:
             unet = fsdp.structure(config, world.shards, self.dtype)
-            self.meter.set_baseline()  # FSDP's own objects, some 15 MB of Python, are no memory of the model
+            self.meter.set_baseline()  # some 15 MB of Python objects of FSDP are no memory of the model
             self.unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
         if config.layout.lockstep > 1:
             parallelize(self.unet, world.mesh)
         unet, scheduler = self.unet, models.load_scheduler(config, world.device)
-        told = self._conditioning(unet, scheduler)
-        self.denoiser = Denoiser(config, unet, scheduler, told)
+        self.denoiser = Denoiser(config, unet, scheduler, self._conditioning(unet, scheduler))
         self.handoff = Handoff(world, self.denoiser.latent_shape, self.dtype)
         self.handoff.connect()
         self.log.write("loaded")
 
     def _conditioning(self, unet: Any, scheduler: Any) -> Conditioning:
-        """Made by the replica's first rank. Those that start samples with it draw from the generators as it did."""
+        """Make the conditioning on the replica's first rank and send it to the others.
+
+        All ranks of the first stage draw from the samples' generators alike, since they also draw the noise.
+        """
         config, world = self.config, self.world
-        told = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
+        made = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
         synthetic = config.image_path is None or not self.samples
         if self.first:
             self.draws = conditioning.generators(config, self.samples)
         if self.first and world.speaks:
             if synthetic:
-                told = conditioning.synthetic(config, told, self.samples)
+                made = conditioning.synthetic(config, made, self.samples)
             else:
                 from vdpp_core.models.svd import load_pipeline
 
-                told = conditioning.encode(
-                    config, load_pipeline(config, unet, scheduler, world.device, self.dtype), self.draws
-                )
+                pipeline = load_pipeline(config, unet, scheduler, world.device, self.dtype)
+                made = conditioning.encode(config, pipeline, self.draws)
         elif self.first and not synthetic:
             for generator in self.draws:
                 conditioning.augmentation(config, generator)
-        for tensor in told.tensors():
+        for tensor in made.tensors():
             world.share(tensor, source=0)
-        return told
+        return made
 
     def _origin(self) -> str:
-        """The digest of what the samples are made from: what rank 0 has, and each other machine as well.
+        """The digest of rank 0's origin record, after each other machine has compared its own with it.
 
-        Now that all is loaded: a hub model's revision is known, and no file is replaced between here and there.
+        Called when everything is loaded: by then a hub model's revision is known.
         """
         config, folder, execution = self.config, self.folder, self.execution
-        told = agree(
-            self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), f"origin of {folder.name}"
-        )
-        record = origin.Origin.model_validate_json(told)
+        subject = f"origin of {folder.name}"
+        text = agree(self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), subject)
+        record = origin.Origin.model_validate_json(text)
         if self.ranks.local_rank == 0 and self.ranks.rank > 0:
             origin.follow(folder, config, execution, record)
         return record.digest
 
     def _warm_up(self) -> None:
-        """A step of its own on every rank at once (twice: the first one sets up), then the warm-up samples."""
+        """Run one of its own steps twice (the first one sets up), on all ranks at once; then the warm-up samples."""
         latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
         for _ in range(2):
             before = sum(sent(self.unet).values())
@@ -254,7 +257,7 @@ class _Rank:
         self.log.write("sample", sample)
 
     def _make_videos(self) -> None:
-        """The second phase: the UNet goes, the latents are shared out, every rank makes its share of the videos."""
+        """Free the UNet, distribute the latents over the replica's ranks, and make this rank's share of the videos."""
         if self.unet is not None:
             fsdp.release(self.unet)
             self.unet = None
@@ -272,7 +275,10 @@ class _Rank:
             self.videos.make_contact_sheet(self.config, self.folder)
 
     def _share_of_latents(self) -> dict[int, Tensor]:
-        """Sample -> latents, of every so-manieth sample of the replica; only who speaks for its last stage had them."""
+        """Sample -> latents, (B, F, 4, H, W), of every n-th sample of the replica, n being its number of ranks.
+
+        They come from member 0 of the replica's last stage, the only rank that kept them.
+        """
         batch, channels, frames, rows, columns = self.config.shape
         shape, team, layout = (batch, frames, channels, rows, columns), self.world.team, self.config.layout
         ranks, source = dist.get_world_size(team), layout.rank(0, layout.pp - 1)
@@ -288,9 +294,10 @@ class _Rank:
         return share
 
     def _denoise(self, samples: Sequence[int | None], source: Source, sink: Sink) -> None:
-        """The loop. The receive of the next sample is posted before the present one is computed.
+        """Denoise samples one after another, posting the receive of the next before computing the current one.
 
-        None is a sample that keeps the shard group company: computed and handed on as any, and then dropped.
+        None is padding: a sample computed and handed on only because the shard group's other ranks need this rank's
+        parameters, and then dropped.
         """
         if samples and not self.first:
             self.handoff.expect()
@@ -330,8 +337,8 @@ class _Rank:
         return latents
 
     def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
-        """On a terminal, on the last stage of the first replica."""
-        counts = list(samples[:1]) == list(self.samples[:1])  # no warm-up
-        shown = counts and self.last and self.world.place.replica == 0 and self.world.speaks
+        """Shown on a terminal, by the last stage of the first replica, except in the warm-up."""
+        warming_up = list(samples[:1]) != list(self.samples[:1])
+        shown = not warming_up and self.last and self.world.place.replica == 0 and self.world.speaks
         total = len(samples) * len(self.steps)
         return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

@@ -1,1 +1,1 @@
-"""How training is split: the sizing rules of an article, checked. Nothing imports this."""
+"""How training is split over GPUs: the sizing rules of an article, checked. Nothing else imports this."""

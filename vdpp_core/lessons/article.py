@@ -1,4 +1,4 @@
-"""The figures of the article behind `lessons.sizing`, computed again, and corrected where they do not hold."""
+"""The figures of the article behind `lessons.sizing`, recomputed and, where they do not hold, corrected."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LLAMA = (4096, 8192, 80)  # Llama 3 70B: sequence, hidden, layers
 
 
 def claims() -> pd.DataFrame:
-    """The article's claims: its figure, what the functions give, whether it holds, and if not, what does and why.
+    """The article's claims: its figure, the computed one, whether it holds, and if not, the correct figure and why.
 
-    A figure holds where both its arithmetic and what it is used for are right. Llama 3 70B, batch 8, nodes of 8.
+    A figure holds where its arithmetic and its use are right. Model: Llama 3 70B, batch 8, nodes of 8 GPUs.
     """
     lines = f"{_data_claims()}{_model_claims()}{_combined_claims()}".strip().splitlines()
     cells = [[*line.split(" | "), "", ""][:5] for line in lines if line]

@@ -1,7 +1,7 @@
-"""UNets behind one interface: the call of diffusers' `UNetSpatioTemporalConditionModel`, and its `config`.
+"""UNets with the signature and `config` of diffusers' `UNetSpatioTemporalConditionModel`.
 
 unet(sample (B, F, 8, H, W), timestep, encoder_hidden_states (B, 1, D), added_time_ids (B, 3), return_dict=False)
-returns a tuple with the prediction (B, F, 4, H, W). Nothing here knows of ranks.
+returns a tuple with the prediction (B, F, 4, H, W). Nothing here knows about ranks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """The UNet of a run on `device`, whole; fp32, fp16 or bf16."""
+    """Load a run's whole UNet onto `device`, or make it with random weights."""
     if config.model == "dummy" or config.random_weights:
         unet = on_meta(config, dtype).to_empty(device=device)
         weights.fill(unet, weights.random(on_meta(config, dtype), device))
     else:
-        from vdpp_core.models.svd import load_unet  # seconds that the dummy does not need
+        from vdpp_core.models.svd import load_unet  # takes seconds, which the dummy need not spend
 
         unet = load_unet(config, device, dtype)
     return ready(config, unet)
 
 
 def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
-    """The UNet's structure without its weights, on the meta device."""
+    """Make the UNet without weights, on the meta device."""
     with torch.device("meta"):
         if config.model == "dummy":
             unet: Any = DummyUNet()
@@ -41,12 +41,12 @@ def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
             from vdpp_core.models.svd import structure
 
             unet = structure(config)
-    # AlphaBlender ignores the device context; diffusers' own `to` warns of every change of type
+    # AlphaBlender ignores the device context; diffusers' own `to` warns about every change of type
     return nn.Module.to(unet, "meta", dtype)
 
 
 def ready(config: RunConfig, unet: Any) -> Any:
-    """Set up for inference as the run asks for it."""
+    """Prepare a UNet for inference with the run's options, in place."""
     if config.chunked:
         unet.enable_forward_chunking(chunk_size=1, dim=0)
     if config.shortcuts:
@@ -58,9 +58,10 @@ def ready(config: RunConfig, unet: Any) -> Any:
 
 
 def load_scheduler(config: RunConfig, device: torch.device) -> EulerDiscreteScheduler:
-    """The scheduler with the run's steps.
+    """Make the scheduler with the run's steps.
 
-    Always Euler's (vdpp_core/engine/checks.py refuses others): solvers with memory of earlier steps need it handed on.
+    Always Euler's, with EDM sigmas (Karras et al. 2022, "Elucidating the design space"). vdpp_core/engine/checks.py
+    refuses others: solvers that remember earlier steps would need that memory handed on.
     """
     from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler  # takes seconds to import
 

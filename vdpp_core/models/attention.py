@@ -1,4 +1,4 @@
-"""Fused attention over more videos, frames or positions at once than its kernels take."""
+"""Fused attention with batches larger than its kernels accept."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from vdpp_core.models.patches import Patches
 
-# CUDA numbers the blocks of a grid with 16 bits in all dimensions but the first. Temporal attention has a batch of all
-# positions: 92 160 at 160 × 288 with both passes of the guidance, where several backends have failed.
+# CUDA numbers the blocks of a grid with 16 bits in all dimensions but the first. The batch of temporal attention is all
+# positions: 92 160 at 160 × 288 with both guidance passes, where several backends have failed.
 MOST = 2**16 - 1
 
 
 class InTurns(TorchFunctionMode):
-    """Attention over a batch of more than `most` goes through it in turns; each row gives the same bits as before."""
+    """Compute attention over more than `most` batch rows in parts. Each row's result stays bit-equal."""
 
     def __init__(self, most: int = MOST) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class InTurns(TorchFunctionMode):
 
 
 def take_turns(unet: Any) -> Patches:
-    """Have a UNet's attention take turns where its batch is too large."""
+    """Have a UNet compute attention in parts where the batch is too large."""
     patches = Patches()
     patches.forward(unet, partial(_in_turns, unet.forward))
     return patches

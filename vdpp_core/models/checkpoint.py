@@ -1,4 +1,4 @@
-"""Whether a pipeline's files are there and fit together: asked before any rank starts."""
+"""Checks that a pipeline's files exist and fit together, before any rank starts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ import torch
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, in_one_line, redacted
 from vdpp_core.config.execution import Execution
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 
 WEIGHTS = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
 
 
-PARTS = {  # of a pipeline -> the class that runs here
+PARTS = {  # part of a pipeline -> the class that runs here
     "unet": "UNetSpatioTemporalConditionModel",
     "vae": "AutoencoderKLTemporalDecoder",
-    "scheduler": "EulerDiscreteScheduler",  # others remember steps, which no hand-off does
+    "scheduler": "EulerDiscreteScheduler",  # others remember earlier steps, which the hand-off does not carry
 }
 
 
 def weights_in_cache(repository: str = str(MODELS["svd"])) -> bool:
-    """Whether the UNet's weights of a hub model were downloaded before."""
+    """Whether the UNet weights of a hub model are in the local cache."""
     import huggingface_hub as hub
 
     return any(isinstance(hub.try_to_load_from_cache(repository, name), str) for name in WEIGHTS)
 
 
 def check_guidance(config: RunConfig, execution: Execution) -> None:
-    """Whether the official pipeline guides with these scales; ConfigError if not.
+    """Check that the official pipeline works with these guidance scales.
 
-    It asks twice whether to: by the last frame's scale, and by the largest of all frames in the type of the latents.
-    Where the answers differ it fails.
+    It decides twice whether to guide: by the last frame's scale, and by the largest scale of all frames in the latents'
+    type. If the two disagree, it fails.
+
+    Raises:
+        ConfigError: they disagree.
     """
     first, last, frames = config.min_guidance_scale, config.guidance_scale, config.shape[2]
     if last <= 1 or torch.linspace(first, last, frames).to(execution.dtype).max() > 1:
@@ -48,7 +51,11 @@ def check_guidance(config: RunConfig, execution: Execution) -> None:
 
 
 def check_model(config: RunConfig, execution: Execution) -> None:
-    """Whether the files that a run needs of its model are there and fit together; ConfigError if not."""
+    """Check that the model files which a run needs exist and fit together.
+
+    Raises:
+        ConfigError: they do not; one line that names the file.
+    """
     if config.source is None:
         return
     argument = "model" if config.model_id is None else "model_id"
@@ -73,21 +80,21 @@ def check_model(config: RunConfig, execution: Execution) -> None:
                 continue  # a UNet and a scheduler are enough
             raise
         try:
-            told = json.loads(settings.read_bytes())
-            found = told.get("_class_name", kind)
+            contents = json.loads(settings.read_bytes())
+            found = contents.get("_class_name", kind)
         except (ValueError, AttributeError, RecursionError):
             raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
         if kind is not None and found != kind:
             raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
         if name == "model_index.json":
-            _check_parts(config, argument, told)
+            _check_parts(config, argument, contents)
     if on_disk and config.model_id is not None:
         _check_unet(config, execution.dtype)
 
 
 def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> None:
-    """Whether the official pipeline would load the classes that run here: those of model_index.json, whatever class the
-    settings of a part name."""
+    """Check that the official pipeline would load the classes that run here. It goes by model_index.json alone, not by
+    the class that the settings of a part name."""
     places = {part: place for part, place in index.items() if isinstance(place, list) and len(place) == 2}
     for part, (library, _) in places.items():
         if library not in (None, "diffusers", "transformers"):
@@ -101,7 +108,7 @@ def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> Non
 
 
 def _check_unet(config: RunConfig, dtype: torch.dtype) -> None:
-    from vdpp_core.models import on_meta, weights  # seconds that the models of the package do not need
+    from vdpp_core.models import on_meta, weights  # takes seconds, which the package's own models need not spend
     from vdpp_core.models.svd import weights_folder
 
     try:
@@ -114,7 +121,7 @@ def _check_unet(config: RunConfig, dtype: torch.dtype) -> None:
 
 
 def _settings_needed(config: RunConfig) -> dict[str, str | None]:
-    """The files that a run reads of a pipeline -> the class that each must name."""
+    """File that a run reads of a pipeline -> the class that it must name, if any."""
     needed: dict[str, str | None] = {
         "unet/config.json": PARTS["unet"],
         "scheduler/scheduler_config.json": PARTS["scheduler"],
@@ -126,11 +133,11 @@ def _settings_needed(config: RunConfig) -> dict[str, str | None]:
 
 
 def _hub_file(config: RunConfig, argument: str, name: str) -> Path:
-    """A settings file from the cache or the hub; one answer at once where the hub cannot be reached."""
+    """Get a settings file from the cache or the hub; fail at once if the hub cannot be reached."""
     import huggingface_hub as hub
     from huggingface_hub import errors
 
-    # those of whichever HTTP library the hub client is built on
+    # depends on the HTTP library of the hub client
     transport_errors: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
     repository = str(config.source)
     try:

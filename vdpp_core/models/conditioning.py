@@ -1,4 +1,4 @@
-"""What the UNet is told beside the latents. Made on a replica's first rank before the clock starts, then sent on."""
+"""The conditioning of the UNet: made on a replica's first rank before the clock starts, then sent to the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
 
 
-FAR_FROM_THE_NOISE = 2**32  # from the seeds of a run's samples
+FAR_FROM_THE_NOISE = 2**32  # keeps these seeds apart from those of the samples' noise
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Conditioning:
     def empty(
         cls, config: RunConfig, unet: Any, samples: int, device: torch.device, dtype: torch.dtype
     ) -> Conditioning:
-        """Room for what the replica's first rank sends."""
+        """Allocate tensors of the right shapes for `samples` samples."""
         batch, channels, _, rows, columns = config.shape
         batch *= 2 if config.guidance_scale > 1 else 1
         return cls(
@@ -48,21 +48,23 @@ class Conditioning:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Element type of all three tensors."""
         return self.image_embeddings.dtype
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All tensors, in a fixed order."""
         return self.image_embeddings, self.image_latents, self.added_time_ids
 
 
 def generators(config: RunConfig, samples: Sequence[int]) -> list[torch.Generator]:
-    """One CPU generator a sample, so that a sample is the same on every kind of device."""
+    """Make one CPU generator per sample, so that a sample is the same on every type of device."""
     return [torch.Generator().manual_seed(config.seed + sample) for sample in samples]
 
 
 def synthetic(config: RunConfig, room: Conditioning, samples: Sequence[int]) -> Conditioning:
-    """Conditioning of the right shapes from the run's seed, for benchmarks without an image.
+    """Fill `room` with random conditioning from the run's seed, for benchmarks without an image.
 
-    A sample has the same in every layout: its image latents come from a generator of its own, not that of its noise.
+    It does not depend on the layout: a sample's image latents come from a generator of their own.
     """
     generator = torch.Generator().manual_seed(config.seed)
     room.image_embeddings.copy_(randn_tensor(room.image_embeddings.shape, generator=generator, dtype=room.dtype))
@@ -75,17 +77,17 @@ def synthetic(config: RunConfig, room: Conditioning, samples: Sequence[int]) -> 
 
 
 def augmentation(config: RunConfig, generator: torch.Generator) -> Tensor:
-    """What the pipeline draws first from a sample's generator, for the image's noise: (1, 3, height, width)."""
+    """Draw the image's augmentation noise, (1, 3, height, width), the first draw from a sample's generator."""
     width, height = config.image_size
     return randn_tensor((1, 3, height, width), generator=generator)
 
 
 @torch.no_grad()
 def encode(config: RunConfig, pipeline: StableVideoDiffusionPipeline, draws: list[torch.Generator]) -> Conditioning:
-    """The conditioning of one image with the official pipeline's own methods, in its order of drawing.
+    """Encode the run's image with the official pipeline's own methods, drawing in the pipeline's order.
 
-    Each generator of `draws` (one a sample) is left where the pipeline goes on to draw the latents. With an fp16 VAE
-    that asks for it, the VAE is left in fp32.
+    Each generator of `draws` (one per sample) is left where the pipeline would draw the latents. An fp16 VAE that asks
+    for it (`force_upcast`) is left in fp32.
     """
     assert config.image_path is not None
     image, device, batch = read_image(config.image_path, config.image_size), pipeline.vae.device, config.shape[0]

@@ -1,4 +1,4 @@
-"""Latents -> frames, with the official pipeline's own decoding, one video at a time."""
+"""Decode latents to frames with the official pipeline's own method, one video at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vdpp_core.models.svd import load_decoder
 
 
 class Decoder:
-    """The VAE of a run. One in fp16 that asks for it (`force_upcast`) decodes in fp32, where fp16 gives black frames.
+    """The VAE of a run. An fp16 VAE that asks for it (`force_upcast`) decodes in fp32; in fp16 its frames are black.
 
     Args:
         chunk_done: called after every `decode_chunk_size` frames.
@@ -32,10 +32,10 @@ class Decoder:
 
     @torch.no_grad()
     def frames(self, latents: Tensor) -> Frames:
-        """(B, F, 4, H, W) -> (B, F, 8·H, 8·W, 3), the bytes of the official pipeline's images.
+        """Decode (B, F, 4, H, W) to (B, F, 8·H, 8·W, 3), the bytes of the official pipeline's images.
 
         Raises:
-            FloatingPointError: the frames hold no picture.
+            FloatingPointError: the frames are black or not finite.
         """
         pixels = decode(self.pipeline, latents.to(self.pipeline.vae.dtype), self.num_frames, self.chunk_size)
         if not torch.isfinite(pixels).all():
@@ -47,15 +47,15 @@ class Decoder:
 
 
 def decode(pipeline: Any, latents: Tensor, num_frames: int, chunk_size: int) -> Tensor:
-    """(B, F, 4, H, W) -> pixels (B, 3, F, 8·H, 8·W) from -1 to 1, each video as it is decoded alone.
+    """Decode (B, F, 4, H, W) to pixels (B, 3, F, 8·H, 8·W) from -1 to 1, each video on its own.
 
-    The official pipeline puts the frames of a batch in one row before it cuts that into chunks: in a chunk with frames
-    of two videos, its temporal layers mix them.
+    The official pipeline concatenates the frames of a batch before it cuts them into chunks. In a chunk with frames of
+    two videos, its temporal layers mix them.
     """
     alone = StableVideoDiffusionPipeline.decode_latents
     return torch.cat([alone(pipeline, one, num_frames, chunk_size) for one in latents.split(1)])
 
 
 def to_bytes(frames: np.ndarray) -> Frames:
-    """0 to 1 -> 0 to 255, rounded as diffusers does for images."""
+    """Convert values from 0 to 1 to bytes, rounding as diffusers does for images."""
     return (frames * 255).round().astype(np.uint8)

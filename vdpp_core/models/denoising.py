@@ -1,4 +1,4 @@
-"""The denoising step of diffusers' `StableVideoDiffusionPipeline`, one step at a time, from any step on."""
+"""The denoising loop of diffusers' `StableVideoDiffusionPipeline`, one step at a time, starting at any step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from vdpp_core.models.conditioning import Conditioning
 
 
 class Denoiser:
-    """Latents here are (B, F, C, H, W), as in the pipeline; files and `latent_shape` are B C F H W."""
+    """UNet, scheduler and conditioning of a replica's samples.
+
+    Latents here are (B, F, C, H, W), as in the pipeline; files and `RunConfig.latent_shape` are B C F H W.
+    """
 
     def __init__(
         self, config: RunConfig, unet: Any, scheduler: EulerDiscreteScheduler, conditioning: Conditioning
@@ -30,14 +33,14 @@ class Denoiser:
         self.passes = self.halves if config.sequential else 1
 
     def noise(self, generator: torch.Generator) -> Tensor:
-        """The latents before step 0."""
+        """Draw the latents before step 0."""
         noise = randn_tensor(self.latent_shape, generator=generator, device=self.device, dtype=self.dtype)
         return noise * self.scheduler.init_noise_sigma
 
     def begin(self, index: int, first_step: int) -> Trajectory:
-        """Take up the replica's sample number `index` at a step.
+        """Start the replica's sample number `index` at a step.
 
-        The scheduler counts its steps, so each sample has one of its own; the schedule itself is shared.
+        Each sample gets its own scheduler, because schedulers count steps; they share the schedule itself.
         """
         scheduler = copy.copy(self.scheduler)
         scheduler.set_begin_index(first_step)
@@ -45,7 +48,7 @@ class Denoiser:
 
 
 class Trajectory:
-    """One sample on its way through consecutive steps."""
+    """One sample in consecutive steps."""
 
     def __init__(self, denoiser: Denoiser, scheduler: EulerDiscreteScheduler, image_latents: Tensor) -> None:
         self.denoiser, self.scheduler = denoiser, scheduler
@@ -54,7 +57,7 @@ class Trajectory:
 
     @torch.no_grad()
     def step(self, latents: Tensor, step: int) -> Tensor:
-        """Latents (B, F, C, H, W) before a step -> the latents after it, in the same dtype."""
+        """Denoise latents (B, F, C, H, W) by one step; the result has the same shape and type."""
         timestep = self.scheduler.timesteps[step]
         prediction = self._predict(latents, timestep)
         if self.denoiser.halves == 2:
@@ -63,19 +66,16 @@ class Trajectory:
         return self.scheduler.step(prediction, timestep, latents).prev_sample
 
     def _predict(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """The UNet on both halves of the guidance, in one pass or one after the other."""
-        denoiser, told = self.denoiser, self.denoiser.conditioning
+        """Run the UNet on both guidance passes, at once or one after the other."""
+        denoiser, conditioning = self.denoiser, self.denoiser.conditioning
         noisy = self.scheduler.scale_model_input(torch.cat([latents] * denoiser.halves), timestep)
         inputs = torch.cat([noisy, self.image_latents], dim=2)
+        whole = inputs, conditioning.image_embeddings, conditioning.added_time_ids
+        passes = [tensor.chunk(denoiser.passes) for tensor in whole]
         predictions = [
             denoiser.unet(part, timestep, encoder_hidden_states=embeddings, added_time_ids=time_ids, return_dict=False)[
                 0
             ]
-            for part, embeddings, time_ids in zip(
-                inputs.chunk(denoiser.passes),
-                told.image_embeddings.chunk(denoiser.passes),
-                told.added_time_ids.chunk(denoiser.passes),
-                strict=True,
-            )
+            for part, embeddings, time_ids in zip(*passes, strict=True)
         ]
         return predictions[0] if len(predictions) == 1 else torch.cat(predictions)

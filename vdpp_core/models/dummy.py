@@ -1,4 +1,4 @@
-"""A light network with the signature of SVD's UNet, for checking the logic of a run in milliseconds."""
+"""A tiny network with the signature of SVD's UNet, to check the logic of a run in milliseconds."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class DummyUNet(nn.Module):
-    """Two small 3-D convolutions that look at the timestep. Its output means nothing; every step changes it."""
+    """Two small 3-D convolutions conditioned on the timestep. The output is meaningless but depends on the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class DummyUNet(nn.Module):
         added_time_ids: Tensor,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """(B, F, 8, H, W) -> ((B, F, 4, H, W),), as `UNetSpatioTemporalConditionModel` does."""
+        """Map (B, F, 8, H, W) to ((B, F, 4, H, W),), as `UNetSpatioTemporalConditionModel` does."""
         time = self.time_embedding(timestep.reshape(1, 1).to(sample))
         hidden = self.conv_in(sample.transpose(1, 2)) + time[..., None, None, None]
         return (self.conv_out(nn.functional.silu(hidden)).transpose(1, 2),)

@@ -1,4 +1,4 @@
-"""Images in; MP4, GIF and contact sheet out."""
+"""Reading images: cropped to the video's proportions, upright, RGB."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from PIL import Image, ImageOps
 from vdpp_core.config.errors import ConfigError
 
 Frames = NDArray[np.uint8]  # (frames, height, width, 3)
-LEAST_SIDE = 2  # pixels that are kept: the official pipeline mirrors the image at its edges before it resizes it
-LARGE = 16_000_000  # pixels, from which on an image is made smaller while it is read
+LEAST_SIDE = 2  # pixels: the official pipeline mirrors the image at its edges before resizing it
+LARGE = 16_000_000  # pixels; larger images are reduced while they are read
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the Exif tag, and its values that swap width and height
 _REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, struct.error, Image.DecompressionBombError)
 
 
 def read_image(path: Path, size: tuple[int, int]) -> Image.Image:
-    """An image as RGB, upright, transparency over white, the first frame of several, cropped around its centre to the
-    proportions of `size` (width, height). The official pipeline then resizes it, as it would any other.
+    """Read an image as RGB, cropped around its centre to the proportions of `size` (width, height).
+
+    It is turned upright, transparency is put over white, and the first of several frames is taken. The official
+    pipeline then resizes it, as it would any other image.
 
     Raises:
-        ConfigError: the file is missing, not an image that Pillow reads, cut off, too large, or too small.
+        ConfigError: the file is missing, truncated, not readable by Pillow, too large or too small.
     """
     with _opened(path) as image:
         given, upright = image.size, ImageOps.exif_transpose(_decoded(image, size))
@@ -42,14 +44,14 @@ def read_image(path: Path, size: tuple[int, int]) -> Image.Image:
 
 
 def _decoded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The part that is kept, 8 bits a channel, not yet upright; of a large image no larger than twice `size`."""
+    """The cropped part with 8 bits a channel, not yet upright; of a large image at most about twice `size`."""
     enough = 2 * max(size)
     large = image.width * image.height > LARGE
     if large:
         image.draft(None, (enough, enough))  # a JPEG is decoded small at once
     image.load()
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-        raise ValueError("it has 32 bits a channel, of which nobody says what is black and what is white")
+        raise ValueError("it has 32 bits a channel, for which black and white are not defined")
     turned = image.getexif().get(_ORIENTATION) in _TURNED
     part = image.crop(_centre(image.size, size[::-1] if turned else size))
     factor = min(part.size) // enough
@@ -62,7 +64,7 @@ def _decoded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """16 bits of grey, which convert() would clip, with the one value that may stand for transparency."""
+    """16-bit grey, which convert() would clip, with the value that may mark transparency."""
     values = np.asarray(image.convert("I"))
     clear = image.info.get("transparency", -1)
     return Image.merge(
@@ -79,7 +81,7 @@ def _centre(given: tuple[int, int], size: tuple[int, int]) -> tuple[int, int, in
 
 
 def how_it_fits(path: Path, size: tuple[int, int]) -> str:
-    """What becomes of an image, in words."""
+    """Describe how an image is cropped and resized."""
     with _opened(path) as image:
         given = image.size
         if image.getexif().get(_ORIENTATION) in _TURNED:
@@ -96,10 +98,10 @@ def how_it_fits(path: Path, size: tuple[int, int]) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """An image file; whatever is wrong with it is one ConfigError. Pillow refuses more than 178 million pixels."""
+    """Open an image file; any problem becomes a ConfigError. Pillow refuses more than 178 million pixels."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # from half of that on
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # for half as many
             with Image.open(path) as image:
                 yield image
     except _UNREADABLE as error:

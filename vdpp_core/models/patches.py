@@ -1,4 +1,4 @@
-"""Changing what the modules of a network compute, from outside, so that it can be undone."""
+"""Reversible changes to what the modules of a network compute."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from torch import Tensor, nn
 
 
 class Patches:
-    """What was changed, newest last. A module's class, parameters and state stay what they are."""
+    """A list of changes, newest last. The modules' classes, parameters and state are not touched."""
 
     def __init__(self) -> None:
         self.undoing: list[Callable[[], Any]] = []
 
     def forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        """Have the module compute `function`; its hooks, FSDP's among them, stay around it."""
+        """Have a module compute `function`. Its hooks, including FSDP's, still run around it."""
         had = module.__dict__.get("forward")
         module.forward = function
         self.undoing.append(lambda: setattr(module, "forward", had) if had else delattr(module, "forward"))
 
     def processor(self, attention: Any, processor: Any) -> None:
-        """Have an attention of diffusers use another processor."""
+        """Give a diffusers attention another processor."""
         had = attention.processor
         attention.set_processor(processor)
         self.undoing.append(lambda: attention.set_processor(had))
 
     def before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """A forward pre-hook: hook(module, args, kwargs) -> (args, kwargs) or None."""
+        """Add a forward pre-hook: hook(module, args, kwargs) -> (args, kwargs) or None."""
         self.undoing.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def undo(self) -> None:
+        """Undo all changes, newest first."""
         while self.undoing:
             self.undoing.pop()()
 
 
 def as_asked(prediction: Tensor, return_dict: bool) -> Any:
-    """The prediction as `UNetSpatioTemporalConditionModel.forward` returns it."""
+    """Wrap a prediction as `UNetSpatioTemporalConditionModel.forward` returns it."""
     if not return_dict:
         return (prediction,)
     from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionOutput

@@ -1,4 +1,4 @@
-"""The published configuration of Stable Video Diffusion, XT, and one of 0.3 of its width."""
+"""The published configuration of Stable Video Diffusion XT (Blattmann et al. 2023), and one of 0.3 of its width."""
 
 from typing import Any
 

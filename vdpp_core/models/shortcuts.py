@@ -1,4 +1,4 @@
-"""Less work for the same prediction, within 1e-6: what pays in a paired measurement (tests/benchmarks/latency.py)."""
+"""Shortcuts that save work and change the prediction by at most 1e-6 (measured by tests/benchmarks/latency.py)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor, nn
 
 from vdpp_core.models.patches import Patches
 
-PASSES = 2  # of the guidance, which may take turns
+PASSES = 2  # guidance passes, which may alternate
 
 
 class Known(NamedTuple):
-    """A context that was seen (B, 1, D), and what each attention gives for it (B, 1, C)."""
+    """A context (B, 1, D) and each attention's output for it (B, 1, C)."""
 
     context: Tensor
     constants: dict[nn.Module, Tensor]
 
 
 def take(unet: Any) -> Patches:
-    """Apply both shortcuts to a UNet of SVD in place; `undo` of what is returned takes them back.
+    """Apply both shortcuts to SVD's UNet in place; `undo` of the returned patches removes them.
 
-    Cross-attention: its context is one token, the image. A softmax over one key is 1, so the attention is
-    to_out(to_v(context)) whatever asks, and the layer norm before it is for nothing. Computed once for each context.
-    Temporal convolutions: (3, 1, 1) over frames, rows, columns is (3, 1) over frames, positions, in two dimensions.
+    Cross-attention: the context is one token, the image. A softmax over one key is 1, so the output is
+    to_out(to_v(context)) for every query, and the layer norm before it is not needed. It is computed once per context.
+    Temporal convolutions: (3, 1, 1) over frames, rows and columns equals (3, 1) over frames and positions.
 
-    A call with a context of more tokens raises ValueError.
+    The UNet then raises ValueError for a context of more than one token.
     """
     patches, attention = Patches(), ConstantAttention()
     for module in unet.modules():
@@ -50,7 +50,7 @@ def _convolve(conv: nn.Conv3d, hidden: Tensor) -> Tensor:
 
 
 class ConstantAttention:
-    """The processor of all cross-attentions of a UNet, which knows what they gave for the last contexts."""
+    """The processor of all cross-attentions of a UNet; it caches their outputs for the last contexts."""
 
     def __init__(self) -> None:
         self.known: deque[Known] = deque(maxlen=PASSES)
@@ -64,7 +64,11 @@ class ConstantAttention:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The UNet's forward pass, once it is known whether its context is new."""
+        """Run the UNet's forward pass `compute` with the constants of its context.
+
+        Raises:
+            ValueError: the context has more than one token.
+        """
         if encoder_hidden_states.shape[1] != 1:
             tokens = encoder_hidden_states.shape[1]
             raise ValueError(f"encoder_hidden_states of {tokens} tokens: the shortcuts need exactly one")

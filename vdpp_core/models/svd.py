@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
-    """The UNet of a run from its architecture alone, with whatever values the constructor gives."""
+    """Construct the UNet of a run from its architecture alone, with the constructor's values."""
     if config.source is None:
         return UNetSpatioTemporalConditionModel.from_config(PUBLISHED[config.model])
     architecture = UNetSpatioTemporalConditionModel.load_config(config.source, subfolder="unet")
@@ -28,7 +28,7 @@ def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
 
 
 def vae_on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
-    """The VAE's structure as it decodes: in fp32 where fp16 asks for that."""
+    """Make the VAE without weights, in the type it decodes in: fp32 where an fp16 VAE asks for that."""
     from diffusers import AutoencoderKLTemporalDecoder
 
     architecture = PUBLISHED_VAE
@@ -41,7 +41,7 @@ def vae_on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
 
 
 def weights_folder(config: RunConfig, dtype: torch.dtype, part: str = "unet") -> Path:
-    """Where a part's files lie; those of a hub model are downloaded, if they were not before."""
+    """Folder of a part's weights; those of a hub model are downloaded unless they are in the cache."""
     folder = Path(str(config.source)).expanduser()
     if not folder.is_dir():
         import huggingface_hub as hub
@@ -58,7 +58,7 @@ def weights_folder(config: RunConfig, dtype: torch.dtype, part: str = "unet") ->
 
 
 def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UNetSpatioTemporalConditionModel:
-    """The UNet of `config.source`, whole, on `device`, as diffusers loads it."""
+    """Load the whole UNet of `config.source` onto `device` with diffusers."""
     folder = weights_folder(config, dtype)
     return _load(UNetSpatioTemporalConditionModel, folder, weights.variant(folder, dtype), dtype).to(device)
 
@@ -66,7 +66,7 @@ def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UN
 def load_pipeline(
     config: RunConfig, unet: Any, scheduler: EulerDiscreteScheduler, device: torch.device, dtype: torch.dtype
 ) -> StableVideoDiffusionPipeline:
-    """The official pipeline of `config.source` around a UNet that is loaded already; the rest goes to `device`."""
+    """Load the official pipeline of `config.source` around a given UNet and scheduler; the rest goes to `device`."""
     pipeline = _load_pipeline(config, dtype, ("vae", "image_encoder"), unet=unet, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
     for part in (pipeline.vae, pipeline.image_encoder):
@@ -75,20 +75,20 @@ def load_pipeline(
 
 
 def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
-    """The official pipeline as a user would load it: nothing in it is ours."""
+    """Load the official pipeline as any user would, without anything of ours in it."""
     pipeline = _load_pipeline(config, dtype, ("unet", "vae", "image_encoder")).to(device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def load_decoder(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
-    """The official pipeline with nothing but its VAE."""
+    """Load the official pipeline with its VAE only."""
     absent = dict.fromkeys(("unet", "image_encoder", "scheduler", "feature_extractor"))
     return _load_pipeline(config, dtype, ("vae",), **absent).to(device)
 
 
 def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...], **given: Any) -> Any:
-    """The official pipeline with the weights of these parts and what is given; settings of the others are read."""
+    """The official pipeline with the weights of these parts and the given objects; of the rest the settings."""
     from diffusers import StableVideoDiffusionPipeline
 
     folder = Path(str(config.source)).expanduser()
@@ -97,7 +97,7 @@ def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...]
 
         folder = Path(hub.snapshot_download(str(config.source), allow_patterns="*.json"))
     variants = {weights.variant(weights_folder(config, dtype, part), dtype) for part in parts}
-    variant = next(filter(None, variants), None)  # diffusers takes it for those parts that have it
+    variant = next(filter(None, variants), None)  # diffusers uses it for the parts that have it
     return _load(StableVideoDiffusionPipeline, folder, variant, dtype, **given)
 
 

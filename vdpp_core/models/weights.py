@@ -1,6 +1,6 @@
-"""Where the parameters of a UNet come from, one tensor at a time: drawn with a seed, or read from safetensors files.
+"""Sources of a UNet's parameters, one tensor at a time: random numbers, or safetensors files.
 
-A source yields (name, rows); rows[a:b] reads so many of a tensor's rows, rows[:] all of it.
+A source yields (name, rows); rows[a:b] reads rows a to b of the tensor, rows[:] all of it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from vdpp_core.config.errors import ConfigError
 
-FILE = "diffusion_pytorch_model"  # diffusers' name for it
-FILES = (FILE, "model")  # and that of transformers
-BLEND = 0.5  # of spatial and temporal layers, where diffusers starts SVD's
+FILE = "diffusion_pytorch_model"  # diffusers' name of a weights file
+FILES = (FILE, "model")  # and transformers'
+BLEND = 0.5  # diffusers' initial mix of spatial and temporal layers in SVD
 
 
 def random(structure: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The same values on every rank, each layer from a seed of its own, by PyTorch's own initialisation.
+    """Yield random parameters, equal on every rank: PyTorch's own initialisation, with one seed per layer.
 
     Args:
-        structure: on the meta device; it is left there.
+        structure: a network on the meta device; it stays there.
     """
     for seed, (path, layer) in enumerate(structure.named_modules()):
         names = [name for name, _ in layer.named_parameters(recurse=False)]
@@ -45,9 +45,9 @@ def random(structure: nn.Module, device: torch.device) -> Iterator[tuple[str, Te
 
 
 def stored(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """The tensors of a UNet's folder in diffusers' layout, in one file or several.
+    """Yield the tensors in a UNet's folder (diffusers' layout, one file or several).
 
-    Each file is opened anew for each tensor: what was mapped of it before does not stay resident.
+    The file is opened again for each tensor, so that what was mapped before does not stay resident.
     """
     for name, path in files(folder, dtype).items():
         with safe_open(path, framework="pt") as file:
@@ -55,25 +55,25 @@ def stored(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
 
 
 def fill(unet: nn.Module, source: Iterator[tuple[str, Any]]) -> None:
-    """Copy a source into the parameters of a UNet that holds them whole."""
+    """Copy a source into a UNet that holds its parameters whole."""
     parameters = dict(unet.named_parameters())
     for name, rows in source:
         parameters[name].data.copy_(rows[:])
 
 
 def variant(folder: Path, dtype: torch.dtype) -> str | None:
-    """Which of the two variants that people publish of a part's weights is the nearer to `dtype`, of those there are:
-    "fp16", or None for the one whose files do not say. What was told from the names need not be tried."""
+    """Choose between the published variants of a part's weights the one nearest to `dtype`: "fp16", or None for the
+    files without a variant in their names."""
     names = [path.name for path in folder.glob("*.safetensors") if path.name.startswith(FILES)]
     half = [name for name in names if ".fp16" in name]
     return "fp16" if half and (dtype != torch.float32 or half == names) else None
 
 
 def files(folder: Path, dtype: torch.dtype) -> dict[str, Path]:
-    """Which file holds each tensor, of the variant for `dtype`.
+    """Map each tensor's name to the file that holds it, in the variant for `dtype`.
 
     Raises:
-        ConfigError: there are no weights, or some of their files are missing, cut off or damaged.
+        ConfigError: there are no weights, or some of their files are missing, truncated or damaged.
     """
     kind = f".{name}" if (name := variant(folder, dtype)) else ""
     index, whole = folder / f"{FILE}.safetensors.index{kind}.json", folder / f"{FILE}{kind}.safetensors"
@@ -108,10 +108,10 @@ def _names(path: Path) -> set[str]:
 
 
 def check(folder: Path, dtype: torch.dtype, structure: nn.Module) -> None:
-    """Whether the stored tensors are those of the structure that the folder's config.json describes.
+    """Check that the stored tensors are those of the structure that the folder's config.json describes.
 
     Raises:
-        ConfigError: one line with the first tensor that is missing, too many, or of another shape.
+        ConfigError: a tensor is missing, superfluous or of another shape; names the first one.
     """
     places = files(folder, dtype)
     wanted = {name: list(parameter.shape) for name, parameter in structure.named_parameters()}
@@ -120,7 +120,7 @@ def check(folder: Path, dtype: torch.dtype, structure: nn.Module) -> None:
         raise ConfigError("model_id", folder, f"must fit its config.json: {name} {what}")
     for path in sorted(set(places.values())):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a file is no dict)
+            for name in file.keys():  # noqa: SIM118 (not a dict)
                 found = file.get_slice(name).get_shape()
                 if name in wanted and found != wanted[name]:
                     allowed = f"must fit its config.json: {name} is {found}, not {wanted[name]}"

@@ -1,1 +1,1 @@
-"""How ranks share the work: the process group, the hand-off between stages, and one file for each way of splitting."""
+"""How ranks share the work: process groups, hand-off between stages, and one file for each lockstep axis."""

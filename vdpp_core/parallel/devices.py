@@ -1,4 +1,4 @@
-"""What the devices of this machine can do, and how they say that their memory is full."""
+"""What this machine's devices can do, and how to recognise that their memory is full."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import Execution
 
-AMPERE = (8, 0)  # the first compute capability with arithmetic in bf16
+AMPERE = (8, 0)  # the first compute capability with bf16 arithmetic
+GIB = 2**30
 
 
 def capacity(config: RunConfig, execution: Execution) -> int:
-    """Bytes that each of so many ranks on this machine may use: its limit, the smallest of their GPUs, what Metal
-    recommends as the most, or its share of free memory."""
+    """Bytes that each rank on this machine may use: the run's limit, the memory of the smallest GPU in use, Metal's
+    recommended maximum, or an equal share of the free memory of a CPU."""
     if config.memory_limit_gib is not None:
         return int(config.memory_limit_gib * GIB)
     if execution.device_type == "cuda":
@@ -29,6 +30,11 @@ def capacity(config: RunConfig, execution: Execution) -> int:
 
 
 def check_device(config: RunConfig, execution: Execution) -> None:
+    """Check that device and backend exist here and serve this many ranks.
+
+    Raises:
+        ConfigError: they do not.
+    """
     kind, local_ranks = execution.device_type, execution.local_ranks
     if kind == "cuda":
         gpus = torch.cuda.device_count()
@@ -52,6 +58,11 @@ def check_device(config: RunConfig, execution: Execution) -> None:
 
 
 def check_memory_options(config: RunConfig, execution: Execution) -> None:
+    """Check that a memory limit and CPU offload work on this type of device.
+
+    Raises:
+        ConfigError: they do not.
+    """
     kind = execution.device_type
     if config.memory_limit_gib is not None and not can_limit(kind):
         raise ConfigError("memory_limit_gib", config.memory_limit_gib, f"needs CUDA, or a CPU under Linux; not {kind}")
@@ -60,6 +71,11 @@ def check_memory_options(config: RunConfig, execution: Execution) -> None:
 
 
 def check_dtype(config: RunConfig, execution: Execution) -> None:
+    """Check that the devices compute in the element type.
+
+    Raises:
+        ConfigError: they do not.
+    """
     if execution.device_type == "cuda" and execution.dtype == torch.bfloat16:
         _check_bf16(config, execution.cards)
     elif execution.device_type == "cpu" and execution.dtype != torch.float32:
@@ -67,7 +83,7 @@ def check_dtype(config: RunConfig, execution: Execution) -> None:
 
 
 def _check_bf16(config: RunConfig, cards: range) -> None:
-    """PyTorch takes it on older cards, too, and computes it by emulation, where it has a kernel for it at all."""
+    """PyTorch accepts bf16 on older GPUs, too, but emulates it, as far as it has kernels at all."""
     for card in cards:
         capability = torch.cuda.get_device_capability(card)
         if capability < AMPERE:
@@ -77,7 +93,7 @@ def _check_bf16(config: RunConfig, cards: range) -> None:
 
 @torch.no_grad()
 def _try_on_cpu(config: RunConfig, dtype: torch.dtype) -> None:
-    """Tries the kinds of operation that the UNet is made of; on a CPU some builds lack them in half precision."""
+    """Try each kind of operation in the UNet; some CPU builds lack them in half precision."""
     try:
         values = torch.ones(1, 4, 2, 4, 4, dtype=dtype)
         values = torch.nn.functional.conv3d(values, torch.ones(4, 4, 3, 1, 1, dtype=dtype), padding=(1, 0, 0))
@@ -88,11 +104,8 @@ def _try_on_cpu(config: RunConfig, dtype: torch.dtype) -> None:
         raise ConfigError("dtype", config.dtype, allowed) from None
 
 
-GIB = 2**30
-
-
-# In the words of whoever lacks it, and not in the name of a file. oneDNN gives no reason, but what it cannot do at all
-# it says of a descriptor.
+# Error messages of a lack of memory, by their source. oneDNN gives no reason for a failure, except that unsupported
+# operations fail at their descriptor.
 _FULL = re.compile(
     r"(^|: |\b(CUDA|HIP|XPU|MPS backend|C10) |Cuda failure (\d+ )?')out of memory"  # PyTorch's allocators, CUDA, NCCL
     r"|Failed to (CUDA )?(malloc|calloc|calloc async|host alloc) \d+ bytes"  # NCCL
@@ -104,7 +117,7 @@ _FULL = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of PyTorch, Python, the system or a library below is a lack of memory."""
+    """Whether an error of PyTorch, Python, the system or a library means a lack of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -113,5 +126,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def can_limit(device_type: str) -> bool:
-    """Whether a limit can be kept on a device of this type here."""
+    """Whether a memory limit can be enforced here on this type of device."""
     return device_type == "cuda" or (device_type == "cpu" and sys.platform == "linux")

@@ -1,14 +1,14 @@
-"""One forward pass of SVD's UNet split by frames, exactly (sums are reordered, nothing else).
+"""Sequence parallelism over frames: one forward pass of SVD's UNet split by frames. Exact up to the order of sums.
 
-Spatial layers see one frame at a time and run unchanged on a rank's own frames. Two kinds of layers look across:
+Spatial layers see one frame at a time and run unchanged on a rank's own frames. Two kinds of layers mix frames:
 
-TemporalResnetBlock: two convolutions over three neighbouring frames, each after a group norm over all frames. One
-exchange a convolution: the norm's statistics to all ranks, the first and the last frame to the neighbours.
-TemporalBasicTransformerBlock: attention over all frames, for each position alone. All-to-all turns 'my frames, all
-positions' into 'all frames, my positions', and back.
+TemporalResnetBlock has two convolutions over three neighbouring frames, each after a group norm over all frames. Each
+convolution costs one halo exchange: the norm's statistics go to all ranks, the first and last frame to the neighbours.
+TemporalBasicTransformerBlock attends over all frames, separately at each position. An all-to-all turns "own frames, all
+positions" into "all frames, own positions", and another one back (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-With N ranks, F frames and a hidden state of X bytes, the convolutions' halo moves 4(N-1)·X/F in a block, the all-to-all
-2(N-1)·X/N: around the convolutions it would move more as long as 2N < F, as much at 7 ranks and 14 frames.
+With N ranks, F frames and a hidden state of X bytes, the halo exchanges of a resnet block move 4(N-1)·X/F bytes. An
+all-to-all there and back moves 2(N-1)·X/N: more as long as 2N < F, and as much for 7 ranks and 14 frames.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Edge = Tensor | None
 def split(unet: nn.Module, group: Group, patches: Patches) -> None:
     """Have each rank of `group` compute its share of the frames: whole latents in, whole prediction out.
 
-    Any number of frames that is at least the ranks'; uneven shares differ by one.
+    The frames need not divide evenly; shares then differ by one. In a call of the UNet, fewer frames than ranks raise a
+    ValueError.
     """
     from diffusers.models.attention import TemporalBasicTransformerBlock
     from diffusers.models.resnet import TemporalResnetBlock
@@ -47,7 +48,11 @@ def split(unet: nn.Module, group: Group, patches: Patches) -> None:
 
 
 class Frames:
-    """A rank's share of the frames, and the layers that look beyond it. `compute` is the UNet's own forward pass."""
+    """A rank's share of the frames, and the layers that need other ranks' frames.
+
+    Args:
+        compute: the UNet's own forward pass.
+    """
 
     def __init__(self, group: Group, compute: Any) -> None:
         self.group, self.compute = group, compute
@@ -65,7 +70,11 @@ class Frames:
         added_time_ids: Tensor,
         return_dict: bool = True,
     ) -> Any:
-        """Raises ValueError where there are fewer frames than ranks."""
+        """Run the UNet on this rank's frames and gather the whole prediction; signature as of the UNet.
+
+        Raises:
+            ValueError: fewer frames than ranks.
+        """
         frames = sample.shape[1]
         if frames < self.group.size:
             raise ValueError(f"frames {self.group.size}: must be at most num_frames, {frames}")
@@ -77,20 +86,20 @@ class Frames:
         return as_asked(self._whole(prediction), return_dict)
 
     def share_out(self, frames: int, device: torch.device, wide: torch.dtype) -> None:
-        """Once for all steps: a GPU would wait for what comes from the host."""
+        """Compute the shares and the norm's weights once for all steps, to spare a GPU the wait for the host."""
         self.shared_out = frames, device, wide
         self.shares = self.group.shares(frames)
         self.counts = [share.stop - share.start for share in self.shares]
         self.weights = torch.tensor(self.counts, dtype=wide, device=device).view(-1, 1, 1, 1) / frames
 
     def _whole(self, prediction: Tensor) -> Tensor:
-        """Shares (B, f, 4, H, W), of different lengths, -> (B, F, 4, H, W)."""
+        """Shares (B, f, 4, H, W) of different lengths -> (B, F, 4, H, W)."""
         padded = F.pad(prediction, (0, 0) * 3 + (0, max(self.counts) - prediction.shape[1]))
         gathered = self.group.all_gather(padded, "", "prediction")
         return torch.cat([part[:, :count] for part, count in zip(gathered, self.counts, strict=True)], dim=1)
 
     def count_from_own(self, module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> Any:
-        """The positional embedding counts the frames of the whole video."""
+        """Shift the frame indices of the positional embedding to this rank's frames (a forward pre-hook)."""
         return (args[0] + self.shares[self.group.rank].start,), kwargs
 
     def transformer(
@@ -102,8 +111,10 @@ class Frames:
         num_frames: int,
         encoder_hidden_states: Tensor | None = None,
     ) -> Tensor:
-        """(B·f, S, C) -> the same: own frames, all positions. The block itself computes (F, B·s, C): positions are
-        independent, so it may take those of the whole batch for those of one video."""
+        """Run a temporal transformer block: (B·f, S, C) -> the same, with own frames and all positions.
+
+        The block itself sees (F, B·s, C): positions are independent, so those of a batch may pass for one video's.
+        """
         frames, (positions, channels) = sum(self.counts), hidden_states.shape[1:]
         batch, shares = hidden_states.shape[0] // num_frames, self.group.shares(positions)
         mine = shares[self.group.rank]
@@ -132,7 +143,7 @@ class Frames:
         return result
 
     def resnet(self, block: Any, name: str, input_tensor: Tensor, temb: Tensor) -> Tensor:
-        """(B, C, f, H, W) and the time's embedding (B, f, D) -> (B, C', f, H, W)."""
+        """Run a temporal resnet block: (B, C, f, H, W) and the time embedding (B, f, D) -> (B, C', f, H, W)."""
         hidden, before, after = self.activate(block.norm1, input_tensor, name)
         hidden = _convolve(block.conv1, hidden, before, after)
         if block.time_emb_proj is not None:
@@ -144,8 +155,11 @@ class Frames:
         return input_tensor + hidden
 
     def activate(self, norm: nn.GroupNorm, hidden: Tensor, name: str) -> tuple[Tensor, Edge, Edge]:
-        """Group norm over all frames, then SiLU: of the own frames (B, C, f, H, W), and of the neighbours' edges
-        (B, C, H, W), where there are neighbours."""
+        """Apply group norm over all frames, then SiLU, to the own frames (B, C, f, H, W).
+
+        Returns:
+            The result, and that of the neighbouring frames before and after, each (B, C, H, W) or None.
+        """
         own = _statistics(norm, hidden, self.weights.dtype)
         gathered, *edges = self.group.all_gather_with_edges(own, hidden[:, :, 0], hidden[:, :, -1], name)
         means, m2 = gathered.unbind(1)
@@ -157,8 +171,8 @@ class Frames:
 
 
 def _statistics(norm: nn.GroupNorm, hidden: Tensor, wide: torch.dtype) -> Tensor:
-    """(B, C, …) -> (2, B, groups, 1): the mean, and the sum of squares about it (M2), combined later as in Chan, Golub
-    and LeVeque, 1979. Sums of what was centred beforehand: no large numbers cancel."""
+    """(B, C, …) -> (2, B, groups, 1): mean and squared deviations (M2), combined over ranks as in Chan, Golub and
+    LeVeque 1979. Values are centred first, so that no large numbers cancel."""
     values = hidden.unflatten(1, (norm.num_groups, -1))
     rest_of = tuple(range(2, values.ndim))
     count, centre = values[0, 0].numel(), values.mean(rest_of, keepdim=True)
@@ -169,10 +183,10 @@ def _statistics(norm: nn.GroupNorm, hidden: Tensor, wide: torch.dtype) -> Tensor
 
 
 def _normalise(norm: nn.GroupNorm, hidden: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """(B, C, …) -> the same, group norm with statistics (B, groups, 1) that are known, and SiLU.
+    """(B, C, …) -> the same: group norm with given statistics (B, groups, 1), then SiLU.
 
-    A batch norm of B · C channels: its kernels subtract the mean first and round once, at the end. x · scale + shift in
-    half precision rounds around large numbers: 13 × as much where the mean is ten standard deviations.
+    Computed as a batch norm of B·C channels, whose kernels subtract the mean first and round once, at the end. In half
+    precision x·scale + shift has 13 times the error where the mean is ten standard deviations.
     """
     videos, channels = hidden.shape[:2]
     mean, variance = (one.repeat_interleave(channels // norm.num_groups, 1).flatten() for one in (mean, variance))
@@ -182,7 +196,7 @@ def _normalise(norm: nn.GroupNorm, hidden: Tensor, mean: Tensor, variance: Tenso
 
 
 def _convolve(conv: nn.Conv3d, hidden: Tensor, before: Edge, after: Edge) -> Tensor:
-    """A (3, 1, 1) convolution over all frames: the own ones between zeros, and what the neighbours' edges add."""
+    """A (3, 1, 1) convolution of the own frames with zero padding, plus the contribution of the neighbours' edges."""
     result = conv(hidden)
     if before is not None:
         result[:, :, 0] += _pointwise(conv.weight[:, :, 0], before)
@@ -192,5 +206,5 @@ def _convolve(conv: nn.Conv3d, hidden: Tensor, before: Edge, after: Edge) -> Ten
 
 
 def _pointwise(weight: Tensor, frame: Tensor) -> Tensor:
-    """A convolution of one point: weight (C', C, 1, 1), frame (B, C, H, W) -> (B, C', H, W)."""
+    """A pointwise convolution: weight (C', C, 1, 1), frame (B, C, H, W) -> (B, C', H, W)."""
     return torch.matmul(weight.flatten(1), frame.flatten(2)).unflatten(-1, frame.shape[2:])

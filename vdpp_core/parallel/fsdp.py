@@ -1,4 +1,7 @@
-"""Parameters cut over ranks and gathered piece by piece while they are needed: PyTorch's `fully_shard` (FSDP2)."""
+"""Sharded parameters, gathered unit by unit while they are needed: PyTorch's `fully_shard` (FSDP2).
+
+FSDP: Zhao et al. 2023; the idea is stage 3 of ZeRO: Rajbhandari et al. 2020.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ from vdpp_core.models import weights
 from vdpp_core.parallel.fsdp_units import units
 from vdpp_core.parallel.world import communication
 
-# PyTorch 2.13 gave it a new name and warns of the old one
+# PyTorch 2.13 renamed it and warns about the old name
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def shard(unet: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
-    """Cut a UNet over the ranks of a one-dimensional mesh, in place. Its forward pass stays what it was, bit for bit.
+    """Shard a UNet in place over the ranks of a one-dimensional mesh. Its forward pass stays bit-equal.
 
-    Parameters stay in the type that they have: that is what is gathered and computed in (MixedPrecisionPolicy's
-    `param_dtype` at its default). Inputs are not cast, since the timestep is fp32 whatever the UNet is.
-    Call it under no_grad, not inference_mode: FSDP2 looks at version counters, which inference tensors lack.
+    Parameters are gathered and used in the type they have. Inputs are not cast, because the timestep is fp32 whatever
+    the UNet's type. Call the UNet under no_grad, not inference_mode: FSDP2 reads version counters, which inference
+    tensors lack.
     """
     policies: dict[str, Any] = {
         "mesh": mesh,
@@ -45,13 +48,13 @@ def shard(unet: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
 
 
 def structure(config: RunConfig, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
-    """The UNet of a run, sharded, on the meta device."""
+    """Make the sharded UNet of a run on the meta device, without values."""
     return models.ready(config, shard(models.on_meta(config, dtype), mesh, config.fsdp_cpu_offload))
 
 
 @torch.no_grad()
 def materialise(unet: Any, config: RunConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Any:
-    """Give a `structure` its values. No rank ever holds more than its shards and the tensor that is being read.
+    """Fill a UNet from `structure` with its weights. No rank ever holds more than its shards and one more layer.
 
     Of a stored model only the rank's own rows are read; random weights are drawn layer by layer.
     """
@@ -69,10 +72,10 @@ def materialise(unet: Any, config: RunConfig, mesh: DeviceMesh, device: torch.de
 
 
 def release(unet: Any) -> None:
-    """Give back the memory of a UNet, whole or sharded, at once. It computes nothing afterwards.
+    """Free the memory of a UNet, whole or sharded, at once. It cannot compute afterwards.
 
-    To drop it is not enough: patched forward passes and FSDP2's hooks refer to it in circles, and its memory would stay
-    until the collector happens to find them.
+    Dropping the last reference would not do: patched forward passes and FSDP2's hooks form reference cycles, which keep
+    the memory until the garbage collector runs.
     """
     for module in unet.modules():
         if isinstance(module, FSDPModule):
@@ -85,7 +88,7 @@ def release(unet: Any) -> None:
 
 
 def _copy_own_rows(parameter: DTensor, rows: Any, mesh: DeviceMesh) -> None:
-    """FSDP2 cuts the first dimension into pieces of ⌈rows / ranks⌉; the last ranks may have less, or nothing."""
+    """FSDP2 cuts the first dimension into pieces of ⌈rows / ranks⌉; the last ranks may have fewer rows or none."""
     own = parameter.to_local()
     most = -(-parameter.shape[0] // mesh.size())
     first = min(mesh.get_local_rank() * most, parameter.shape[0])
@@ -94,19 +97,20 @@ def _copy_own_rows(parameter: DTensor, rows: Any, mesh: DeviceMesh) -> None:
 
 
 class AllGather:
-    """What FSDP2 gathers with. A failure is that of a lost rank.
+    """FSDP2's all-gather, with failures reported as `LostRankError`.
 
-    On a CPU: a broadcast from each rank, in place. gloo's own all-gather holds a second copy of what it gathers.
+    On a CPU it broadcasts from each rank in place, because gloo's all-gather holds a second copy of the result.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the output buffer, as FSDP2 asks for it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         ranks = dist.get_world_size(group)
-        if ranks == 1:  # FSDP2 has put the only shard in its place
+        if ranks == 1:  # FSDP2 has already copied the only shard
             return None
         with communication():
             if output_tensor.device.type != "cpu":

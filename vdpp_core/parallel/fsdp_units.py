@@ -1,4 +1,4 @@
-"""The pieces of a UNet whose parameters are gathered together, in the order of execution."""
+"""The units of a UNet for FSDP: the modules whose parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 def units(unet: Any) -> list[nn.Module]:
-    """Every resnet, transformer, down- and upsampler of SVD's UNet; of another network, its layers.
+    """List SVD's resnets, transformers, down- and upsamplers in execution order; of other networks, the layers.
 
-    Whole blocks would be too much at once: of the published UNet's 3.05 GB in fp16, up_blocks.1 alone holds 0.98. The
-    samplers are here, too, since what belongs to no unit stays gathered throughout the forward pass.
+    Whole blocks would be too large: up_blocks.1 alone holds 0.98 of the published UNet's 3.05 GB in fp16. Samplers are
+    included because parameters outside all units stay gathered throughout the forward pass.
     """
     if not hasattr(unet, "down_blocks"):
         return list(unet.children())

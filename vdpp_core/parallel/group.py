@@ -1,4 +1,4 @@
-"""What ranks that compute one forward pass together tell each other, and how much of it: bytes, layer by layer."""
+"""The collectives of a lockstep group, with a count of the bytes sent by layer and kind."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vdpp_core.parallel.world import communication
 
 
 class Group:
-    """`size` ranks that share out frames or passes, seen by number `rank` of them.
+    """A group of `size` ranks along one lockstep axis, as seen by member `rank`.
 
-    This one talks to nobody: what would come from others has the right shape and no meaning. So a forward pass can be
-    rehearsed on the meta device, its memory traced and its bytes counted. `Collectives` is the one that talks.
+    This class communicates with nobody: what would come from other ranks has the right shape but undefined values. That
+    is enough to trace a forward pass on the meta device and count its bytes. `Collectives` communicates.
 
     Attributes:
-        sent: (layer, kind) -> bytes that this rank sent to others since the counter was cleared. Kinds: positions
-            (all-to-all), halo, statistics, prediction.
-        exchanges: how often all of the group had to meet for it.
+        sent: (layer, kind) -> bytes that this rank has sent to others. Kinds: positions (all-to-all), halo, statistics,
+            prediction, guidance.
+        exchanges: number of collective operations so far.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:
@@ -32,22 +32,19 @@ class Group:
         self.exchanges = 0
 
     def shares(self, count: int) -> list[slice]:
-        """What each rank has of `count` frames or positions: even, the larger shares first, some empty if need be."""
+        """Each rank's share of `count` frames or positions. Sizes differ by at most one; shares may be empty."""
         cut = split(max(count, self.size), self.size)
         return [slice(min(share.start, count), min(share.stop, count)) for share in cut]
 
-    def own(self, count: int) -> slice:
-        return self.shares(count)[self.rank]
-
     def all_gather(self, own: Tensor, layer: str, kind: str) -> Tensor:
-        """(size, *own.shape): what all ranks have, in the order of ranks; all have the same shape."""
+        """Gather a tensor that has the same shape on all ranks: (size, *own.shape), in rank order."""
         self._count(layer, kind, own.nbytes * (self.size - 1))
         gathered = own.new_empty(self.size, *own.shape)
         self._all_gather(gathered, own.contiguous())
         return gathered
 
     def all_to_all(self, pieces: Tensor, sizes: Sequence[int], coming: Sequence[int], layer: str) -> Tensor:
-        """Send sizes[r] elements of the flat `pieces` to rank r; returns, flat, what comes: coming[r] from rank r."""
+        """Send sizes[r] elements of the flat `pieces` to rank r; return coming[r] elements from each rank r, flat."""
         self._count(layer, "positions", (pieces.numel() - sizes[self.rank]) * pieces.element_size())
         arrived = pieces.new_empty(sum(coming))
         self._all_to_all(arrived, pieces, coming, sizes)
@@ -56,13 +53,13 @@ class Group:
     def all_gather_with_edges(
         self, own: Tensor, first: Tensor, last: Tensor, layer: str
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Give `own` to all ranks, and in the same exchange `first` to the rank before, `last` to the one after.
+        """Gather `own` from all ranks, and exchange edges with the neighbours in the same all-to-all (halo exchange).
 
-        All ranks have tensors of the same shapes and types.
+        `first` goes to the rank before, `last` to the rank after. Shapes and types agree on all ranks.
 
         Returns:
-            (size, *own.shape) as `all_gather` does; the last of the rank before; the first of the rank after. There is
-            none before the first rank, and none after the last.
+            `own` of all ranks, (size, *own.shape); `last` of the rank before; `first` of the rank after. An edge is
+            None where there is no such neighbour.
         """
         edges = {self.rank - 1: first, self.rank + 1: last}
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -98,7 +95,11 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Collectives(Group):
-    """Failures in here are those of a lost rank (`vdpp_core.parallel.world.LostRankError`)."""
+    """A group that communicates over a process group.
+
+    Raises:
+        LostRankError: in any collective, if another rank is gone.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_world_size(group), dist.get_rank(group))
@@ -106,7 +107,7 @@ class Collectives(Group):
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> None:
         with communication():
-            gather(gathered.flatten(0, 1), own, group=self.group)  # gloo wants them side by side
+            gather(gathered.flatten(0, 1), own, group=self.group)  # gloo takes the parts concatenated, not stacked
 
     def _all_to_all(self, arrived: Tensor, pieces: Tensor, coming: Sequence[int], sizes: Sequence[int]) -> None:
         with communication():

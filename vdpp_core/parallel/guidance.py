@@ -1,4 +1,7 @@
-"""The guidance's two passes on two ranks: each runs one half of the batch, and they exchange their predictions."""
+"""CFG parallelism: two ranks run one pass each of classifier-free guidance and exchange their predictions.
+
+Classifier-free guidance: Ho and Salimans 2022.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from vdpp_core.parallel.group import Group
 def split(unet: nn.Module, group: Group, patches: Patches) -> None:
     """Have each of the two ranks of `group` compute one half of the batch: whole latents in, whole prediction out.
 
-    The halves of the guidance, as the pipeline stacks them, are independent in every layer; one exchange a step. The
-    guidance itself, with a scale for each frame, stays with the caller.
+    The pipeline stacks the unconditional and the conditional pass in one batch. They are independent in every layer, so
+    one exchange per step is enough. The caller combines the passes, as before.
     """
     assert group.size == 2
     compute = unet.forward
@@ -28,14 +31,12 @@ def split(unet: nn.Module, group: Group, patches: Patches) -> None:
         added_time_ids: Tensor,
         return_dict: bool = True,
     ) -> Any:
-        """Raises ValueError where the batch has no two halves."""
         batch = sample.shape[0]
         if batch % 2:
             raise ValueError(f"batch {batch}: cfg 2 splits the two passes of the guidance, which is off: use cfg 1")
         own = slice(group.rank * batch // 2, (group.rank + 1) * batch // 2)
-        prediction = compute(sample[own], timestep, encoder_hidden_states[own], added_time_ids[own], return_dict=False)[
-            0
-        ]
+        inputs = sample[own], timestep, encoder_hidden_states[own], added_time_ids[own]
+        prediction = compute(*inputs, return_dict=False)[0]
         return as_asked(group.all_gather(prediction, "", "guidance").flatten(0, 1), return_dict)
 
     patches.forward(unet, forward)

@@ -1,4 +1,7 @@
-"""Latents from stage to stage. Shapes are fixed up front; messages are told apart by their order alone (NCCL)."""
+"""The hand-off of latents from stage to stage (P2P).
+
+Shapes are fixed in advance and messages are matched by order, because NCCL ignores tags.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from vdpp_core.parallel.world import World, communication
 
 
 class Handoff:
-    """The two ends of one stage: what comes from the stage before, what goes to the next."""
+    """Both ends of one stage: it receives from the stage before and sends to the stage after.
+
+    Raises:
+        LostRankError: in any method, if the neighbour is gone.
+    """
 
     def __init__(self, world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.group, self.device, self.shape, self.dtype = world.stages, world.device, shape, dtype
@@ -27,7 +34,7 @@ class Handoff:
         self.sent: deque[tuple[Tensor, dist.Work]] = deque()
 
     def connect(self) -> None:
-        """Shake hands with both neighbours: the first use of a pair sets up its communicator."""
+        """Exchange one value with each neighbour, so that communicators are set up before the clock starts."""
         hand = torch.zeros(1, device=self.device)
         if self.before is not None:
             with communication(self.ranks[self.before]):
@@ -37,7 +44,7 @@ class Handoff:
                 dist.send(hand, group=self.group, group_dst=self.after)
 
     def expect(self) -> None:
-        """Post the receive of the next sample."""
+        """Post the receive of the next sample's latents."""
         assert self.before is not None
         assert self.expected is None
         latents = torch.empty(self.shape, device=self.device, dtype=self.dtype)
@@ -47,7 +54,7 @@ class Handoff:
         self.expected = latents, work
 
     def take(self) -> tuple[Tensor, float]:
-        """The latents of the sample expected, and the seconds waited for them."""
+        """Wait for the expected latents; return them, and the seconds waited."""
         assert self.before is not None
         assert self.expected is not None
         latents, work = self.expected
@@ -58,7 +65,7 @@ class Handoff:
         return latents, time.perf_counter() - began
 
     def pass_on(self, latents: Tensor) -> float:
-        """Send without waiting, unless the next stage is too far behind; the seconds waited for it."""
+        """Send latents without waiting, unless the next stage is too far behind; return the seconds waited."""
         assert self.after is not None
         began = time.perf_counter()
         with communication(self.ranks[self.after]):
@@ -72,7 +79,7 @@ class Handoff:
         return waited
 
     def close(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until everything that was sent has arrived."""
         while self.sent:
             with communication(self.ranks[self.after or 0]):
                 self._finish(self.sent.popleft()[1])

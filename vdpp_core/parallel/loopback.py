@@ -12,6 +12,7 @@ import socket
 import sys
 
 from torch.distributed import PrefixStore, TCPStore, run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -67,5 +68,14 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 rendezvous_handler_registry.register(BACKEND, _create)
 
+
+def main() -> None:
+    """Start the ranks and wait for them; exits with 128 + its number after a signal, as Ctrl-C is."""
+    try:
+        run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={ADDRESS}", *sys.argv[1:]])
+    except SignalException as signalled:  # the ranks received it, too
+        raise SystemExit(128 + signalled.sigval) from None
+
+
 if __name__ == "__main__":
-    run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={ADDRESS}", *sys.argv[1:]])
+    main()

@@ -1,4 +1,4 @@
-"""`parallelize`: one UNet over a lockstep group, its signature kept."""
+"""`parallelize`: run a UNet on a lockstep group of ranks without changing its signature."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPLITTERS = {"cfg": guidance.split, "frames": frames.split}  # lockstep axis -> 
 
 @dataclass
 class Applied:
-    """What `parallelize` did to a UNet."""
+    """What `parallelize` did to a UNet, kept on it under the name `APPLIED`."""
 
     patches: Patches
     groups: dict[str, Collectives]
@@ -33,18 +33,18 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
 
         pipe.unet = vdpp_core.parallelize(pipe.unet, Parallel(cfg=2, frames=2).mesh("cpu"))
 
-    Every rank calls it with the same inputs and gets the same prediction, that of one rank within 1e-5 in fp32; on CUDA
-    with torch.backends.cudnn.allow_tf32 off, which is on by default. For inference: no gradients come through.
-    `restore` takes it back.
+    All ranks call the UNet with the same inputs and get the same prediction, within 1e-5 of a single rank's in fp32. On
+    CUDA that needs torch.backends.cudnn.allow_tf32 = False; the default is True. For inference only: gradients do not
+    flow through. `restore` undoes it.
 
     Args:
         unet: diffusers' `UNetSpatioTemporalConditionModel`.
-        mesh: of `Parallel.mesh`. Its axes cfg and frames split the pass; dp and pp are the caller's.
-        fsdp: cut the parameters, too, over all ranks but those of other stages. That stays after `restore`.
+        mesh: from `Parallel.mesh`. Its lockstep axes split the forward pass; dp and pp are left to the caller.
+        fsdp: also shard the parameters over all ranks of a stage. `restore` does not undo this.
 
     Raises:
-        ValueError: the mesh has other axes; the UNet is parallelized already, or is no spatio-temporal one where
-            `frames` asks for that; in a call: fewer frames than ranks, or a batch of one pass where cfg is 2.
+        ValueError: the mesh has other axes; the UNet is already parallelized; `frames` is above 1 and the UNet is not
+            spatio-temporal. In a call of the UNet: fewer frames than ranks, or cfg 2 with a batch of only one pass.
     """
     from diffusers import UNetSpatioTemporalConditionModel
 
@@ -62,7 +62,7 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
 
 
 def restore(unet: Any) -> Any:
-    """Undo `parallelize`: the UNet computes alone again, as it did before. Nothing happens to one that was not."""
+    """Undo `parallelize`, so that the UNet computes alone again. A UNet that was not parallelized stays as it is."""
     if hasattr(unet, APPLIED):
         getattr(unet, APPLIED).patches.undo()
         delattr(unet, APPLIED)
@@ -70,9 +70,9 @@ def restore(unet: Any) -> Any:
 
 
 def sent(unet: Any) -> Counter[tuple[str, str, str]]:
-    """(axis, layer, kind) -> bytes that this rank has sent for a UNet's forward passes since it was parallelized.
+    """Count (axis, layer, kind) -> bytes that this rank has sent for a UNet since it was parallelized.
 
-    The kinds are those of `vdpp_core.parallel.group.Group`; nothing is sent for a UNet that is not parallelized.
+    Kinds: see `vdpp_core.parallel.group.Group`. Empty for a UNet that is not parallelized.
     """
     groups = getattr(unet, APPLIED).groups if hasattr(unet, APPLIED) else {}
     return Counter({(axis, *key): count for axis, group in groups.items() for key, count in group.sent.items()})

@@ -1,7 +1,7 @@
 """Process groups along the axes of a mesh, each with the time limit of the default group.
 
-`init_device_mesh` and `DeviceMesh._flatten` give groups PyTorch's own limit, 10 minutes (NCCL) or 30 (gloo) from the
-moment an operation is enqueued: too short for a receive that is posted ahead, or for a rank that waits for a download.
+`init_device_mesh` and `DeviceMesh._flatten` give groups PyTorch's default limit: 10 minutes (NCCL) or 30 (gloo) after
+an operation is enqueued. That is too short for a receive posted ahead, or for a rank that waits for a download.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """How long an operation of a group may take; of the default group, what `init_process_group` was given. None where
-    the backend has no limit."""
+    """How long an operation of a group (by default, the default group) may take. None if its backend has no limit."""
     group = group or dist.group.WORLD
     assert group is not None, "init_process_group comes first"
     options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
@@ -24,14 +23,14 @@ def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
 
 
 def make_mesh(device_type: str, sizes: Sequence[int], axes: Sequence[str]) -> DeviceMesh:
-    """A mesh of all ranks, outermost axis first. All ranks have to call it."""
+    """Build a mesh of all ranks, outermost axis first. All ranks have to call it."""
     ranks = torch.arange(dist.get_world_size(), dtype=torch.int).view(*sizes)
     groups = [_group_of_own(_lines(ranks, [dim]), axis) for dim, axis in enumerate(axes)]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 
 
 def merged(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The one-dimensional mesh of the ranks that differ in these axes alone. All ranks have to call it."""
+    """Build the one-dimensional mesh of ranks that differ only in these axes. All ranks have to call it."""
     assert mesh.mesh_dim_names is not None
     lines = _lines(mesh.mesh, [mesh.mesh_dim_names.index(axis) for axis in axes])
     name = "_".join(axes)
@@ -39,14 +38,14 @@ def merged(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
 
 
 def _lines(ranks: torch.Tensor, dims: Sequence[int]) -> list[list[int]]:
-    """The ranks of each group that differ in these dimensions alone."""
+    """The ranks of each group that differ only in these dimensions."""
     last = range(ranks.ndim - len(dims), ranks.ndim)
     size = torch.Size([ranks.shape[dim] for dim in dims]).numel()
     return ranks.movedim(list(dims), list(last)).reshape(-1, size).tolist()
 
 
 def _group_of_own(lines: Sequence[list[int]], name: str) -> dist.ProcessGroup:
-    """The group with this rank in it. One of all ranks is the default group: a communicator less."""
+    """Create all groups and return this rank's. For a group of all ranks reuse the default group's communicator."""
     world = dist.group.WORLD
     assert world is not None, "init_process_group comes first"
     if len(lines) == 1:

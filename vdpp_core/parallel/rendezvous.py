@@ -19,20 +19,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from vdpp_core.config.errors import ConfigError
 
-# Of every group and the store: waiting for a slow stage is normal and may take hours. What ends a run that hangs is the
-# guard (vdpp_core/engine/monitor.py).
+# Time limit of every group and of the store: waiting for a slow stage is normal and may take hours. A run that hangs is
+# ended by the ranks' monitors (vdpp_core/engine/monitor.py).
 PATIENCE = timedelta(days=7)
-
-
-_POLL_S = 0.05  # of those who wait for the work of a few
-
+POLL_S = 0.05
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which rank this process is, before any group exists. Alone without torchrun."""
+    """Which rank this process is, known before any group exists. Rank 0 of 1 without torchrun."""
 
     rank: int
     world_size: int
@@ -42,11 +39,13 @@ class Ranks:
 
     @property
     def several_machines(self) -> bool:
-        """Whether there are ranks on other machines; each machine has as many."""
+        """Whether the ranks are on several machines, with equally many on each."""
         return self.world_size > self.local_world_size
 
     @classmethod
     def from_environment(cls) -> Ranks:
+        """Read torchrun's variables."""
+
         def number(name: str, alone: int) -> int:
             return int(os.environ.get(name, alone))
 
@@ -54,61 +53,61 @@ class Ranks:
         return cls(*sizes, under_torchrun="RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
+@functools.cache
+def store(ranks: Ranks) -> dist.Store:
+    """torchrun's key-value store; a private one without torchrun."""
+    if not ranks.under_torchrun:
+        return dist.HashStore()
+    shared = next(rendezvous("env://"))[0]
+    shared.set_timeout(PATIENCE)
+    return shared
+
+
 def agree(ranks: Ranks, decide: Callable[[], str], subject: str = "run folder") -> str:
-    """What rank 0 decides, known to all ranks before any process group exists.
+    """Have rank 0 decide, and tell all ranks its decision on the subject.
 
     Raises:
         ConfigError: on every rank, if rank 0's decision raised one.
     """
     if not ranks.under_torchrun:
         return decide()
-    store = _store(ranks)
+    shared = store(ranks)
     if ranks.rank == 0:
         try:
-            store.set(subject, json.dumps({"decided": decide()}))
+            shared.set(subject, json.dumps({"decided": decide()}))
         except ConfigError as error:
-            store.set(subject, json.dumps({"error": [error.argument, str(error.value), error.allowed]}))
+            shared.set(subject, json.dumps({"error": [error.argument, str(error.value), error.allowed]}))
             raise
-    answer = json.loads(store.get(subject))
+    answer = json.loads(shared.get(subject))
     if "error" in answer:
         raise ConfigError(*answer["error"])
     return answer["decided"]
 
 
 def first_ones(ranks: Ranks, number: int, subject: str, work: Callable[[Ranks], T]) -> T | None:
-    """Have the first `number` ranks work as a world of their own; the others sleep until rank 0 is done.
+    """Have the first `number` ranks work as a world of their own, while the others sleep until rank 0 is done.
 
-    Unlike a barrier this needs no process group, so that the work may make one, and no core of those who wait.
+    Unlike a barrier this needs no process group, so that the work may make one, and costs those who wait no core.
 
     Returns:
-        What the work gave this rank; None to a rank that had none.
+        The work's result on this rank; None on a rank that only waited.
     """
-    store, given = _store(ranks), None
+    shared, result = store(ranks), None
     if ranks.rank < number:
-        some = replace(ranks, world_size=number, local_world_size=min(number, ranks.local_world_size))
-        given = work(some)
+        local = min(number, ranks.local_world_size)
+        result = work(replace(ranks, world_size=number, local_world_size=local))
     if ranks.rank == 0:
-        store.set(subject, "done")
-    while not store.check([subject]):
-        time.sleep(_POLL_S)
-    return given
-
-
-@functools.cache
-def _store(ranks: Ranks) -> dist.Store:
-    """torchrun's store; a private one for a rank alone."""
-    if not ranks.under_torchrun:
-        return dist.HashStore()
-    store = next(rendezvous("env://"))[0]
-    store.set_timeout(PATIENCE)
-    return store
+        shared.set(subject, "done")
+    while not shared.check([subject]):
+        time.sleep(POLL_S)
+    return result
 
 
 def address_towards(host: str, port: int) -> tuple[str, bool]:
     """This machine's address on the way to a host, and whether this machine is that host.
 
     Raises:
-        OSError: there is no such host, or no way to it.
+        OSError: the host is unknown or cannot be reached.
     """
     family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as datagrams:
@@ -118,13 +117,21 @@ def address_towards(host: str, port: int) -> tuple[str, bool]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other machine reaches this address."""
+    """Whether no other machine can reach this address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface with that address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return name
-    return None
+def interface(ranks: Ranks) -> str | None:
+    """The network interface that gloo and NCCL should use, or None to leave the choice to them.
+
+    Between machines that is the one on the way to the others: gloo alone looks up this machine's name, which often
+    resolves to loopback. On one machine it is loopback, which no other machine reaches: alone, gloo listens where the
+    machine's name leads, and NCCL on all interfaces but loopback.
+    """
+    address = "127.0.0.1"
+    if ranks.several_machines:
+        address, _ = address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        if is_loopback(address):
+            return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if any(each.address == address for each in addresses)), None)

@@ -1,4 +1,4 @@
-"""This process among the ranks: process group, device, threads. The only place that acts on torchrun's variables."""
+"""This process among the ranks: its device, its process groups, and the settings of the process while a run lasts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,13 +19,13 @@ from vdpp_core.config.layout import Parallel, Place
 from vdpp_core.parallel import rendezvous
 from vdpp_core.parallel.devices import is_out_of_memory
 from vdpp_core.parallel.process_groups import merged
-from vdpp_core.parallel.rendezvous import PATIENCE, Ranks, _store
+from vdpp_core.parallel.rendezvous import PATIENCE, Ranks
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class LostRankError(RuntimeError):
-    """Communication failed: another rank is gone. A consequence, never the first cause."""
+    """Communication failed because another rank is gone. Always a consequence, never the first cause."""
 
     def __init__(self, rank: int | str, reason: str) -> None:
         self.rank = rank
@@ -35,11 +34,12 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: its device, and the ranks that it has to do with.
+    """This rank's place, its device, and the groups it communicates with.
 
-    stages: those of its replica with its number in their lockstep groups; it takes from one and hands on to another.
-    team: all of its replica, the lockstep groups of all stages.
-    shards: those that it shares parameters with, if any.
+    Attributes:
+        stages: the ranks of its replica with its member index; it receives from one and hands on to another.
+        team: all ranks of its replica, that is, the lockstep groups of all stages.
+        shards: the ranks it shares parameters with; None without sharding.
     """
 
     rank: int
@@ -53,17 +53,25 @@ class World:
 
     @property
     def speaks(self) -> bool:
-        """Whether it writes for its lockstep group what all of that know."""
+        """Whether this rank writes for its lockstep group what all its members know."""
         return self.place.member == 0
 
     def barrier(self) -> None:
-        """All ranks meet, each on its own device: without its number, NCCL takes that of the rank."""
+        """Wait for all ranks. A rank alone returns at once.
+
+        Raises:
+            LostRankError: another rank is gone.
+        """
         if self.world_size > 1:
-            with communication():
+            with communication():  # without device_ids, NCCL uses the GPU whose index is the rank
                 dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def share(self, tensor: Tensor, source: int) -> None:
-        """Give a tensor of number `source` of the team to all of it, in place. A team of one shares nothing."""
+        """Broadcast a tensor in place from member `source` of the team to all of it. A team of one does nothing.
+
+        Raises:
+            LostRankError: another rank is gone.
+        """
         if dist.get_world_size(self.team) > 1:
             with communication(dist.get_global_rank(self.team, source)):
                 dist.broadcast(tensor, group=self.team, group_src=source)
@@ -71,8 +79,14 @@ class World:
 
 @contextmanager
 def communication(peer: int | str = "unknown") -> Iterator[None]:
-    """Failures in here are those of a lost rank, `peer` where it is known. A lack of memory is this rank's own, and so
-    is what its accelerator did wrong before, which it says only when it is waited for."""
+    """Report failures inside as a lost rank, `peer` where it is known.
+
+    Two kinds of failure are this rank's own and pass through: a lack of memory, and an earlier error of its accelerator
+    that only shows when somebody waits for it.
+
+    Raises:
+        LostRankError: anything else went wrong.
+    """
     try:
         yield
     except torch.AcceleratorError:
@@ -90,37 +104,27 @@ def device_of(execution: Execution, local_rank: int) -> torch.device:
     return torch.device(execution.device_type)
 
 
-def _name_interface() -> None:
-    """Have gloo and NCCL take the network interface towards the other machines, unless somebody named another one.
-
-    By itself gloo looks up this machine's name, which many a machine resolves to its loopback address.
-    """
-    address, _ = rendezvous.address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    interface = None if rendezvous.is_loopback(address) else rendezvous.interface_of(address)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-
-
-def _stay_inside() -> None:
-    """Have gloo and NCCL take the interface that no other machine reaches, unless somebody named another one.
-
-    By themselves gloo listens where the machine's name leads, NCCL on all interfaces but this one.
-    """
-    interfaces = psutil.net_if_addrs().items()
-    loopback = next(name for name, addresses in interfaces if any(each.address == "127.0.0.1" for each in addresses))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+@contextmanager
+def _network(ranks: Ranks) -> Iterator[None]:
+    """Have gloo and NCCL use the right network interface, unless the user named one."""
+    interface = rendezvous.interface(ranks)
+    chosen = {} if interface is None else dict(zip(_INTERFACES, (interface, f"={interface}"), strict=True))
+    added = chosen.keys() - os.environ.keys()
+    os.environ.update({name: chosen[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextmanager
 def _full_precision(dtype: torch.dtype) -> Iterator[None]:
-    """No TF32 in a run in fp32: convolutions on CUDA take it by default, which is 1e-3 off and not 1e-5."""
+    """Turn TF32 off for a run in fp32: convolutions on CUDA use it by default, with errors of 1e-3 instead of 1e-5."""
     switches: tuple[Any, ...] = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [switch.allow_tf32 for switch in switches]
-    if dtype == torch.float32:
-        for switch in switches:
-            switch.allow_tf32 = False
+    for switch in switches:
+        switch.allow_tf32 &= dtype != torch.float32
     try:
         yield
     finally:
@@ -129,39 +133,30 @@ def _full_precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _settings(execution: Execution, ranks: Ranks) -> Iterator[None]:
-    """Set network interfaces, precision and threads for the process of a run, and restore them at the end.
-
-    A single rank may run inside a notebook, whose child processes would inherit them.
-    """
-    interfaces_before = {name: os.environ.get(name) for name in _INTERFACES}
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(execution.threads)
-    (_name_interface if ranks.several_machines else _stay_inside)()
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
     try:
-        with _full_precision(execution.dtype):
-            yield
+        yield
     finally:
-        torch.set_num_threads(threads_before)
-        for variable, value in interfaces_before.items():
-            os.environ.pop(variable, None)
-            if value is not None:
-                os.environ[variable] = value
+        torch.set_num_threads(before)
 
 
 @contextmanager
 def joined(layout: Parallel, execution: Execution, ranks: Ranks, name: str) -> Iterator[World]:
-    """Join the ranks of a run and leave them at the end. One rank without torchrun makes a group of its own.
+    """Join the ranks of a run, and leave them at the end. `name` keeps runs apart that follow on the same ranks.
 
-    No `device_id` for the group: NCCL would then open one communicator for all of a rank's messages, where a latent to
-    the next stage waits behind the receive that is posted ahead.
+    Network interface, precision and threads are set for the process and restored at the end: a single rank may run
+    inside a notebook, whose child processes would inherit them.
     """
     device = device_of(execution, ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.PrefixStore(name, _store(ranks))
+    store = dist.PrefixStore(name, rendezvous.store(ranks))
     try:
-        with _settings(execution, ranks):
+        with _network(ranks), _full_precision(execution.dtype), _threads(execution.threads):
+            # No `device_id`: NCCL would then open one communicator for all messages of a rank, in which a latent for
+            # the next stage waits behind the receive that was posted ahead.
             dist.init_process_group(
                 execution.backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
             )

@@ -1,4 +1,4 @@
-"""Figures of memory: the parts of a predicted peak, and what was measured or published on top."""
+"""Figures of memory: the parts of a predicted peak, and the measured or published peak on top."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vdpp_core.plots.style import COLOURS, new_figure
+from vdpp_core.plots.style import COLOURS, hatched, mark_capacities, name_rows, new_figure
 from vdpp_core.predict.replay import PARTS
 
 FACES = {"parameters": COLOURS["dp"], "activations": COLOURS["pp"], "gathered": COLOURS["fsdp"], "latents": "#999999"}
@@ -20,11 +20,11 @@ NAMES = {
 
 
 def peaks(rows: pd.DataFrame, title: str, small_print: str, measured: str = "published") -> Figure:
-    """Stacked bars of predicted peaks, one for each row.
+    """Stacked bars of predicted peaks in GB, one for each row.
 
     Args:
-        rows: index: what the bar is; columns `parameters_gb activations_gb gathered_gb latents_gb`, and where known
-            `measured_gb`, `needed_gb` (allowances counted), `capacity_gb` and `outcome` (of the real run).
+        rows: index: name of the bar; columns `parameters_gb activations_gb gathered_gb latents_gb`, and where known
+            `measured_gb`, `needed_gb` (with allowances), `capacity_gb` and `outcome` (of the real run).
         measured: "measured" (filled points) or "published" (hollow ones).
     """
     figure, axes = new_figure((1, 1), (9, 1.6 + 0.42 * len(rows)), title, small_print)
@@ -33,36 +33,25 @@ def peaks(rows: pd.DataFrame, title: str, small_print: str, measured: str = "pub
     left = pd.Series(0.0, index=rows.index)
     for part in PARTS:
         sizes = rows[f"{part}_gb"]
-        look = {"color": FACES[part], "hatch": HATCHES[part], "hatchcolor": "white", "edgecolor": "#333333"}
+        look = hatched(FACES[part], HATCHES[part])
         panel.barh(positions, sizes, left=left, linestyle="--", label=f"{NAMES[part]}, predicted", **look)
         left = left + sizes
     if "needed_gb" in rows:
         more = rows["needed_gb"] - left
-        panel.barh(
-            positions,
-            more,
-            left=left,
-            color="white",
-            edgecolor="#777777",
-            linestyle="--",
-            label="context, communicators, fragmentation (allowed for)",
-        )
+        allowances = "allowance for context, communicators, fragmentation"
+        look = {"color": "white", "edgecolor": "#777777", "linestyle": "--"}
+        panel.barh(positions, more, left=left, label=allowances, **look)
     _points(panel, rows, measured)
-    for position, capacity in enumerate(rows.get("capacity_gb", [])):
-        if pd.notna(capacity):
-            label = "capacity" if position == 0 else None
-            panel.plot([capacity] * 2, [position - 0.45, position + 0.45], color="black", linewidth=2, label=label)
-    panel.set_yticks(positions, rows.index, fontsize=8)
-    panel.invert_yaxis()
+    mark_capacities(panel, rows.get("capacity_gb", []))
+    name_rows(panel, rows.index)
     panel.set_xlim(0)
-    panel.set_xlabel("peak memory of a rank (GB)")
-    panel.grid(axis="y", visible=False)
+    panel.set_xlabel("peak memory per rank (GB)")
     panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
 def _points(panel: Axes, rows: pd.DataFrame, measured: str) -> None:
-    """What was measured, and where a run ran out of memory."""
+    """The known peaks, and a mark where a run ran out of memory."""
     known = [(p, value) for p, value in enumerate(rows.get("measured_gb", [])) if pd.notna(value)]
     if known:
         face = "white" if measured == "published" else "black"

@@ -1,4 +1,4 @@
-"""The figure of the comparison side by side."""
+"""The figure of the comparison with peers: other libraries that do the same work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from vdpp_core.plots.style import COLOURS, MARKERS, new_figure
+from vdpp_core.plots.style import COLOURS, INK, MARKERS, hatched, name_rows, new_figure
 
 AXES_OF_KINDS = {
     "one rank": "1 rank",
@@ -18,18 +18,17 @@ AXES_OF_KINDS = {
     "guidance": "cfg",
     "frames": "frames",
 }
-INK = "#222222"
 
 
 def peers(table: pd.DataFrame, small_print: str) -> Figure:
-    """Makespans of all variants, and those of ours over those of the peers of the same kind.
+    """Makespans of all variants in seconds, and ours relative to the peers of the same kind.
 
     Args:
-        table: of `vdpp_core.compare.peers_report.table`.
+        table: as of `vdpp_core.compare.peers_report.table`.
     """
     paired = table[table["of_peer"].notna()]
     ratios = ", ".join(f"{ratio:.3f} ({kind})" for kind, ratio in zip(paired["kind"], paired["of_peer"], strict=True))
-    title = f"Ours takes {ratios} of its peers' time on {table['ranks'].max()} ranks"
+    title = f"Our makespan over the peers' on {table['ranks'].max()} ranks: {ratios}"
     figure, axes = new_figure((1, 2), (11, 1.9 + 0.36 * len(table)), title, small_print)
     _makespans(axes[0, 0], table)
     _ratios(axes[0, 1], paired)
@@ -49,12 +48,10 @@ def _makespans(panel: Axes, table: pd.DataFrame) -> None:
         linewidth=0.8,
     )
     _whiskers(panel, table, "makespan_s", positions)
-    panel.set_yticks(positions, table["variant"], fontsize=8)
-    panel.invert_yaxis()
+    name_rows(panel, table["variant"])
     panel.set_xlim(0, table["makespan_s_greatest"].max() * 1.08)
-    panel.set_xlabel("makespan (s): median, least and greatest")
-    panel.grid(axis="y", visible=False)
-    handles = [Patch(facecolor="#999999", edgecolor=INK, hatch=hatch, hatchcolor="white") for hatch in ("", "///")]
+    panel.set_xlabel("makespan (s): median, with least and greatest")
+    handles = [Patch(**hatched("#999999", hatch)) for hatch in ("", "///")]
     panel.legend(handles, ["ours", "peer"], fontsize=7.5, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
 
 
@@ -67,15 +64,13 @@ def _ratios(panel: Axes, paired: pd.DataFrame) -> None:
         panel.plot(ratio, position, MARKERS[axis], color=COLOURS[axis], markersize=9, markeredgecolor=INK, zorder=4)
         above: dict[str, Any] = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
         panel.annotate(f"{ratio:.3f}", (ratio, position), fontsize=8, backgroundcolor="white", **above)
-    panel.set_yticks(positions, paired["kind"], fontsize=8)
-    panel.set_ylim(len(paired) - 0.5, -0.7)
+    name_rows(panel, paired["kind"])
     panel.margins(x=0.2)
-    panel.set_xlabel("makespan, ours / peer of the same kind, in the same repeat")
-    panel.grid(axis="y", visible=False)
+    panel.set_xlabel("our makespan / the peer's (below 1: ours is faster)")
 
 
 def _whiskers(panel: Axes, table: pd.DataFrame, name: str, positions: range) -> None:
-    """From the least to the greatest; edged in white, to be seen on any bar."""
+    """Lines from the least to the greatest value, edged in white to be visible on any bar."""
     for colour, width in (("white", 4.0), (INK, 1.6)):
         panel.hlines(
             positions, table[f"{name}_least"], table[f"{name}_greatest"], color=colour, linewidth=width, zorder=3

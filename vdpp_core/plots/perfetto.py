@@ -1,9 +1,9 @@
-"""A run's events -> a trace in the JSON format of chrome://tracing and Perfetto. Times in µs since the first event.
+"""Turns a run's events into a trace for chrome://tracing and Perfetto (JSON, times in µs since the first event).
 
-A process is a replica on a machine, a thread a rank. The phases of a rank (loading, warming up, running, decoding) hold
-its slices: steps, waiting for latents (take), handing them on (send), videos and the chunks of their frames; an arrow
-leads from a send to the take at its other end. What was not finished ends with the rank's last event. The clocks of
-several machines are taken as they are.
+A process is a replica on a machine, a thread is a rank. The phases of a rank (loading, warming up, running, decoding)
+contain its slices: steps, receiving latents (take), sending them (send), videos and the chunks of their frames. An
+arrow leads from each send to its take. Unfinished slices end with the rank's last event. Clocks of several machines are
+not corrected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {"pad": "padding", "warm": "warm-up step"}
 
 
 def write(folder: Path, path: Path | None = None) -> Path:
-    """Write the trace of a run, finished or not, to `path` (trace.json in its folder); returns where it is.
+    """Write the trace of a run, finished or not, to `path` (default: trace.json in its folder) and return the path.
 
     Raises:
         ConfigError: the folder has no run's config.json, or the file cannot be written.
@@ -35,13 +35,17 @@ def write(folder: Path, path: Path | None = None) -> Path:
     text = json.dumps(trace(folder))
     try:
         files.write_atomically(path, text)
-    except (OSError, ValueError) as error:  # the latter: no name, or none that a file could have
+    except (OSError, ValueError) as error:  # ValueError: not a possible file name
         raise ConfigError("output", path, f"must be a file that can be written ({error})") from None
     return path
 
 
 def trace(folder: Path) -> Entry:
-    """The trace of a run folder, as the object that its JSON file holds. Damaged events are left out."""
+    """The trace of a run folder as a JSON object, without damaged events.
+
+    Raises:
+        ConfigError: the folder has no run's config.json.
+    """
     config, result = RunConfig.read(folder), runfolder.read_result(folder) or {}
     ranks = range(config.layout.world_size)
     events = [event for event in runfolder.read_events(folder) if event["rank"] in ranks]
@@ -63,7 +67,7 @@ def trace(folder: Path) -> Entry:
 
 
 class _Thread:
-    """The entries of one rank. Its slices lie side by side or inside one another, and last 1 µs at least."""
+    """The entries of one rank. Its slices are disjoint or nested, and last at least 1 µs."""
 
     def __init__(self, config: RunConfig, rank: int, own: Sequence[Event], zero: float) -> None:
         self.rank, self.zero, self.place = rank, zero, config.layout.place(rank)
@@ -73,7 +77,7 @@ class _Thread:
         self.name = f"rank {rank}: steps {steps[0]}–{steps[-1]}"
         self.entries: list[Entry] = []
         self.open: list[Entry] = []  # the phase, and in it the video
-        self.floor = 0  # where the last slice ended
+        self.floor = 0  # end of the last slice
         self.silent = not any(event["kind"] in ENDS for event in own)
         before: Event | None = None
         for event in own:
@@ -82,6 +86,7 @@ class _Thread:
         self._close_all(self.floor)
 
     def entry(self, ph: str, ts: int, name: str, cat: str, **more: Any) -> Entry:
+        """An entry of this rank in the trace format's terms."""
         return {"ph": ph, "ts": ts, "tid": self.rank, "name": name, "cat": cat, **more}
 
     def _draw(self, event: Event, before: Event | None) -> None:
@@ -119,9 +124,9 @@ class _Thread:
         sample, seconds = event.get("sample", 0), event["seconds"]
         begin, end = self._us(event["t"] - seconds), self._us(event["t"])
         if kind == "take" and self.place.stage == 0:
-            return  # from nobody
+            return  # the first stage receives nothing
         if kind == "send" and before is not None and before["kind"] == "step":
-            begin = self.floor  # when there was something to send: it may arrive before the sender says so
+            begin = self.floor  # the earliest moment: it may arrive before the sender records it
         name = f"sample {sample}, step {event['step']}" if kind == "step" else NAMES.get(kind, kind)
         self._slice(begin, end, name, kind if sample >= 0 else "warm-up", self._args(event))
 
@@ -162,7 +167,7 @@ class _Thread:
 
 
 def _arrows(config: RunConfig, threads: Sequence[_Thread]) -> list[Entry]:
-    """Two entries for each hand-off of which both ends were told."""
+    """Two entries for each hand-off whose two ends were recorded."""
     entries: list[Entry] = []
     for thread in threads:
         replica, stage, member = thread.place
@@ -183,7 +188,7 @@ def _arrows(config: RunConfig, threads: Sequence[_Thread]) -> list[Entry]:
 
 
 def _names(threads: Sequence[_Thread], pids: dict[str, int]) -> list[Entry]:
-    """What processes and threads are called, and their order."""
+    """Names and order of processes and threads."""
     entries: list[Entry] = []
     for name, pid in pids.items():
         entries.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})

@@ -1,31 +1,29 @@
-"""Figures of plans: what one layout would do and which would be better, predictions beside measurements."""
+"""Figures of plans: one layout and the best ones, and predictions beside measurements."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from vdpp_core.config.layout import Parallel
-from vdpp_core.plots.style import COLOURS, MARKERS, NAMES, axis_of, new_figure, use_theme
+from vdpp_core.plots.gantt import SECONDS, draw_spans
+from vdpp_core.plots.style import COLOURS, INK, MARKERS, NAMES, PALE_INK, axis_of, name_rows, new_figure, use_theme
 from vdpp_core.runs.metrics import Span
 
 SHOWN = 5  # layouts that are listed
-WIDTH = 150  # characters of a line of the advice
-MOST_NUMBERS = 60  # bars with their sample's number in them
-COLUMNS = {  # of the advice; latency, makespan and memory are in the bars above it
+WIDTH = 172  # characters per line of the advice
+COLUMNS = {  # of the advice; the bars above it show latency, makespan and memory
     "place": ("#", "{:.0f}"),
     "layout": ("layout", "{}"),
     "guidance": ("guidance", "{}"),
     "longest_interval_s": ("longest wait (s)", "{:.3g}"),
-    "utilisation": ("busy", "{:.0%}"),
+    "utilisation": ("utilisation", "{:.0%}"),
     "reason": ("", "{}"),
 }
 
@@ -38,31 +36,33 @@ def planner(
     title: str,
     small_print: str,
 ) -> Figure:
-    """One layout's predicted schedule above; latency and memory of it and the best ones; the advice below.
+    """The predicted schedule of one layout, bars for it and the best layouts, and the advice as text below.
 
     Args:
-        advice: of `vdpp_core.predict.planner.advise`.
-        spans: of the chosen layout; or why it has none, in words.
+        advice: as of `vdpp_core.predict.planner.advise`.
+        spans: of the chosen layout; or the reason why it has none.
+        capacity_gib: memory of each GPU.
     """
     use_theme()
-    figure = Figure(figsize=(11, 6.4))  # not pyplot's, which IPython would keep until the end of a cell
+    figure = Figure(figsize=(11, 6.4))  # not pyplot's, which IPython keeps until a cell ends
     place = {"left": 0.12, "right": 0.985, "top": 0.885, "bottom": 0.31, "hspace": 0.6, "wspace": 0.1}
-    grid = figure.add_gridspec(2, 3, height_ratios=(1.25, 1), **place)  # a layout engine would take half of the 200 ms
+    grid = figure.add_gridspec(2, 3, height_ratios=(1.25, 1), **place)  # faster than a layout engine
     figure.suptitle(title, fontweight="bold", fontsize=11, y=0.975)
-    figure.text(0.01, 0.01, small_print, fontsize=6.5, color="#555555")
+    figure.text(0.01, 0.01, small_print, fontsize=6.5, color=PALE_INK)
     _schedule(figure.add_subplot(grid[0, :]), chosen, spans)
     shown = _chosen_and_best(advice, str(chosen))
-    soon = ("response_s", "mean time from arrival to the last step (s)") if advice.attrs.get("one_by_one") else None
-    column, label = soon or ("latency_s", "mean latency of a video (s)")
+    column, label = "latency_s", "mean latency of a video (s)"
+    if advice.attrs.get("one_by_one"):
+        column, label = "response_s", "mean time from arrival to the last step (s)"
     _bars(figure.add_subplot(grid[1, 0]), shown, column, label, str(chosen))
     _bars(figure.add_subplot(grid[1, 1]), shown, "makespan_s", "makespan of all videos (s)", str(chosen))
     memory = figure.add_subplot(grid[1, 2])
-    _bars(memory, shown, "needed_gib", "memory needed on a rank (GiB)", str(chosen))
+    _bars(memory, shown, "needed_gib", "memory needed per rank (GiB)", str(chosen))
     for panel in figure.axes[2:]:
-        panel.set_yticks([])  # as on the left
+        panel.set_yticks([])  # named on the left
     memory.axvline(capacity_gib, color="black", linewidth=2, label="capacity")
     memory.set_xlim(0, max(memory.get_xlim()[1], 1.08 * capacity_gib))
-    memory.legend(fontsize=7, loc="lower right")
+    memory.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
     figure.text(0.01, 0.215, _table(shown), fontsize=7.2, family="monospace", va="top", linespacing=1.45)
     return figure
 
@@ -73,50 +73,30 @@ def _chosen_and_best(advice: pd.DataFrame, chosen: str) -> pd.DataFrame:
 
 
 def _schedule(panel: Axes, layout: Parallel, spans: Sequence[Span] | str) -> None:
-    """A row a rank, as bars of two shades that take turns."""
+    """The schedule of a layout; or in its place the reason why it has none."""
     if isinstance(spans, str):
         words = "\n".join(textwrap.wrap(spans, 100))
         panel.text(0.5, 0.5, words, ha="center", va="center", fontsize=11, transform=panel.transAxes)
         panel.set_axis_off()
         return
-    colour = np.array(to_rgb(COLOURS[axis_of(layout)]))
-    latest = max(span.end for span in spans)
-    for rank in range(layout.world_size):
-        for parity, pale in ((0, 0.35), (1, 0.75)):
-            own = [
-                (span.start, span.end - span.start) for span in spans if span.rank == rank and span.sample % 2 == parity
-            ]
-            look: dict[str, Any] = {
-                "facecolors": [tuple(colour + (1 - colour) * pale)],
-                "edgecolors": "#333333",
-                "linestyle": "--",
-            }
-            panel.broken_barh(own, (rank - 0.42, 0.84), linewidth=0.6, **look)
-    for span in spans if len(spans) <= MOST_NUMBERS else ():
-        if span.end - span.start > 0.02 * latest:
-            panel.text((span.start + span.end) / 2, span.rank, str(span.sample), ha="center", va="center", fontsize=7)
-    panel.set_xlim(0, latest * 1.01)
-    panel.set_ylim(layout.world_size - 0.4, -0.6)
-    panel.set_yticks(range(layout.world_size), [f"rank {rank}" for rank in range(layout.world_size)], fontsize=7)
-    panel.grid(axis="y", visible=False)
-    panel.set_xlabel("seconds since the clock started", fontsize=8)
-    panel.set_title(f"{layout}, predicted: a row a rank, a bar a video", fontsize=9, loc="left", fontweight="normal")
+    draw_spans(panel, spans, layout, max(span.end for span in spans), predicted=True)
+    panel.set_xlabel(SECONDS, fontsize=8)
+    title = f"{layout}, predicted: a row per rank, a bar per video"
+    panel.set_title(title, fontsize=9, loc="left", fontweight="normal")
 
 
 def _bars(panel: Axes, rows: pd.DataFrame, column: str, label: str, chosen: str) -> None:
-    """One bar a layout, dashed since predicted; hatched: the chosen one."""
+    """A bar per layout, dashed as all predictions; the chosen one hatched."""
     for place, (_, row) in enumerate(rows.iterrows()):
-        look: dict[str, Any] = {"color": COLOURS[axis_of(_layout(row))], "hatch": "//" * (row["layout"] == chosen)}
-        panel.barh(place, row[column], alpha=0.55, edgecolor="#222222", linestyle="--", **look)
+        colour, hatch = COLOURS[axis_of(_layout(row))], "//" * (row["layout"] == chosen)
+        panel.barh(place, row[column], color=colour, hatch=hatch, alpha=0.55, edgecolor=INK, linestyle="--")
         if pd.notna(row[column]):
             panel.text(row[column], place, f" {row[column]:.3g}", va="center", fontsize=6.5)
-    panel.set_yticks(range(len(rows)), rows["layout"], fontsize=6.5)
-    panel.set_ylim(len(rows) - 0.4, -0.6)
+    name_rows(panel, rows["layout"], fontsize=6.5)
     panel.margins(x=0.14)
     panel.set_xlim(left=0)
     panel.tick_params(axis="x", labelsize=7)
     panel.set_xlabel(label, fontsize=8)
-    panel.grid(axis="y", visible=False)
 
 
 def _layout(row: pd.Series) -> Parallel:
@@ -124,9 +104,9 @@ def _layout(row: pd.Series) -> Parallel:
 
 
 def _table(rows: pd.DataFrame) -> str:
-    """The advice as text in columns; reasons are cut where the page ends."""
+    """The advice as text in columns; long reasons are cut at the page's edge."""
     if rows.empty:
-        return "no layout fits: fewer frames, a smaller size, or --forward-chunking need less"
+        return "No layout fits. Fewer frames, a smaller size or --forward-chunking need less memory."
     cells = [[heading for heading, _ in COLUMNS.values()]]
     for _, row in rows.iterrows():
         cells.append(["–" if pd.isna(row[name]) else form.format(row[name]) for name, (_, form) in COLUMNS.items()])
@@ -140,25 +120,25 @@ def _table(rows: pd.DataFrame) -> str:
 
 
 def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figure:
-    """Predicted against measured makespan and mean latency of runs, with the band within which 10 % lie.
+    """Predicted against measured makespan and mean latency of runs in seconds, with a band of 10 %.
 
     Args:
-        table: of `vdpp_core.predict.accuracy.against_runs`; the run that each was calibrated on is hollow.
+        table: as of `vdpp_core.predict.accuracy.against_runs`; the runs calibrated on are hollow.
     """
     figure, axes = new_figure((1, 2), (10, 4.2), title, small_print)
     axes_of = [axis_of(_layout(row)) for _, row in table.iterrows()]
     for panel, name in zip(axes[0], ("makespan", "latency"), strict=True):
-        known, foretold = table[f"{name}_s"], table[f"predicted_{name}_s"]
-        ends = np.array([0.8 * min(known.min(), foretold.min()), 1.25 * max(known.max(), foretold.max())])
+        known, predicted = table[f"{name}_s"], table[f"predicted_{name}_s"]
+        ends = np.array([0.8 * min(known.min(), predicted.min()), 1.25 * max(known.max(), predicted.max())])
         panel.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#999999", alpha=0.3, label="within 10 %")
-        panel.plot(ends, ends, color="#333333", linewidth=0.8)
+        panel.plot(ends, ends, color=INK, linewidth=0.8)
         for axis in dict.fromkeys(axes_of):
             rows = table[[one == axis for one in axes_of]]
             for calibrated in (False, True):
                 part = rows[rows["calibrated on"] == calibrated]
                 face = "white" if calibrated else COLOURS[axis]
                 edge = {} if axis == "1 rank" else {"edgecolors": COLOURS[axis]}  # its marker is a cross
-                look: dict[str, Any] = {"color": COLOURS[axis] if axis == "1 rank" else face, "marker": MARKERS[axis]}
+                look = {"color": COLOURS[axis] if axis == "1 rank" else face, "marker": MARKERS[axis]}
                 words = f"{NAMES[axis]}{', calibrated on' * calibrated}" if len(part) else None
                 panel.scatter(part[f"{name}_s"], part[f"predicted_{name}_s"], label=words, zorder=3, **look, **edge)
         panel.set_xscale("log")
@@ -168,6 +148,6 @@ def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figur
             side.set_major_formatter(ScalarFormatter())
             side.set_minor_formatter(NullFormatter())
         panel.set_xlabel(f"measured {'mean ' * (name == 'latency')}{name} (s)")
-        panel.set_ylabel("predicted (s)")
+        panel.set_ylabel(f"predicted {'mean ' * (name == 'latency')}{name} (s)")
     axes[0, 0].legend(fontsize=7.5, loc="lower right")
     return figure

@@ -1,4 +1,4 @@
-"""Figures of videos and their quality; like those of plots.py, each function returns a Figure and saves nothing."""
+"""Figures of videos and their quality."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from vdpp_core.models.images import Frames
-from vdpp_core.plots.style import new_figure
+from vdpp_core.plots.style import COLOURS, INK, new_figure
 
-STYLES = ({"color": "#0072B2", "marker": "o"}, {"color": "#E69F00", "marker": "s", "linestyle": "--"})
+STYLES = ({"color": COLOURS["dp"], "marker": "o"}, {"color": COLOURS["pp"], "marker": "s", "linestyle": "--"})
 LABELS = {
-    "psnr_first_db": "frame 0 to the image (dB)",
-    "ssim_first": "frame 0 to the image (SSIM)",
-    "background_error": "background error (of 255)",
-    "jerkiness": "jerkiness (of 255)",
+    "psnr_first_db": "PSNR of frame 0 (dB)",
+    "ssim_first": "SSIM of frame 0 (1 is best)",
+    "background_error": "background error (0 to 255)",
+    "jerkiness": "jerkiness (0 to 255)",
     "present_share": "frames with the shape (share)",
     "present_last": "shape in the last frame (share)",
-    "speed": "speed of the shape (widths a frame)",
+    "speed": "speed of the shape (widths/frame)",
 }
 
 
 def strips(rows: Sequence[tuple[str, Frames]], title: str, small_print: str, shown: int = 7) -> Figure:
-    """Videos as rows of frames, evenly spaced, first and last among them."""
+    """A row of `shown` evenly spaced frames for each video, the first and the last included."""
     figure, axes = new_figure((len(rows), shown), (9, 0.9 + 1.2 * len(rows)), title, small_print)
     for (caption, frames), panels in zip(rows, axes, strict=True):
         for panel, index in zip(panels, np.linspace(0, len(frames) - 1, shown).round().astype(int), strict=True):
@@ -38,13 +38,14 @@ def strips(rows: Sequence[tuple[str, Frames]], title: str, small_print: str, sho
 
 
 def schedules(each: Sequence[tuple[str, pd.DataFrame]], title: str, small_print: str) -> Figure:
-    """Noise level and what the UNet is told of it, step by step.
+    """Noise level sigma and the timestep that conditions the UNet, step by step (Karras et al. 2022).
 
     Args:
-        each: (name, table with the columns sigma and timestep, a row a step); at most two.
+        each: (name, table with columns sigma and timestep, a row per step); at most two.
     """
     figure, axes = new_figure((1, 2), (9, 3.6), title, small_print)
-    for column, panel, label in zip(("sigma", "timestep"), axes[0], ("sigma", "timestep (symlog)"), strict=True):
+    labels = "noise level sigma", "timestep (symlog)"
+    for column, panel, label in zip(("sigma", "timestep"), axes[0], labels, strict=True):
         for (name, table), style in zip(each, STYLES, strict=False):
             panel.plot(table.index, table[column], markersize=4, label=name, **style)
         panel.set_yscale("log" if column == "sigma" else "symlog")
@@ -57,7 +58,12 @@ def schedules(each: Sequence[tuple[str, pd.DataFrame]], title: str, small_print:
 def compared(
     tables: Sequence[tuple[str, pd.DataFrame]], columns: Sequence[str], title: str, small_print: str
 ) -> Figure:
-    """One panel a number: a dot a video, a line at the mean, for two sets of videos of the same images."""
+    """A panel per number: a dot per video, a line at the mean, for two sets of videos of the same images.
+
+    Args:
+        tables: (name, table with a row per video) of each set.
+        columns: keys of LABELS.
+    """
     figure, axes = new_figure((1, len(columns)), (2.3 * len(columns), 3.4), title, small_print)
     for column, panel in zip(columns, axes[0], strict=True):
         for place, ((_, table), style) in enumerate(zip(tables, STYLES, strict=False)):
@@ -73,47 +79,49 @@ def compared(
 
 
 def speeds(table: pd.DataFrame, fastest: float, title: str, small_print: str) -> Figure:
-    """Speed of the shape against the motion bucket: a dot a video, medians joined, the training clips' speed dashed.
+    """Speed of the shape against the motion bucket: a dot per video, their medians, the training clips dashed.
 
     Args:
-        table: columns bucket and speed. fastest: the clips' speed at bucket 255.
+        table: columns bucket and speed (image widths per frame).
+        fastest: speed of the training clips at bucket 255.
     """
     figure, axes = new_figure((1, 1), (7, 3.8), title, small_print)
     panel = axes[0, 0]
     medians = table.groupby("bucket")["speed"].median()
-    panel.plot(table["bucket"], table["speed"], linestyle="", marker="o", color="#777777", alpha=0.5, label="a video")
+    panel.plot(table["bucket"], table["speed"], linestyle="", marker="o", color="#777777", alpha=0.5, label="one video")
     panel.plot(medians.index, medians, label="median", **STYLES[0])
-    panel.plot([0, 255], [0, fastest], color="#333333", linestyle="--", label="clips of the training")
-    panel.set_xlabel("motion_bucket_id")
+    panel.plot([0, 255], [0, fastest], color=INK, linestyle="--", label="training clips")
+    panel.set_xlabel("motion_bucket_id (0 to 255)")
     panel.set_ylabel(LABELS["speed"])
     panel.legend(fontsize=7.5)
     return figure
 
 
 def steps_against_quality(table: pd.DataFrame, columns: Sequence[str], title: str, small_print: str) -> Figure:
-    """Quality and time against the number of steps.
+    """Quality and time against the number of denoising steps: medians and the middle half.
 
     Args:
-        table: columns steps, seconds (of a video) and each of `columns`, a row a video.
+        table: columns steps, seconds (per video) and each of `columns`, a row per video.
+        columns: keys of LABELS.
     """
     figure, axes = new_figure((1, len(columns) + 1), (2.6 * (len(columns) + 1), 3.4), title, small_print)
     grouped = table.groupby("steps")
     for column, panel in zip([*columns, "seconds"], axes[0], strict=True):
         low, middle, high = (grouped[column].quantile(share) for share in (0.25, 0.5, 0.75))
-        panel.fill_between(middle.index, low, high, color="#0072B2", alpha=0.2, label="middle half")
+        panel.fill_between(middle.index, low, high, color=COLOURS["dp"], alpha=0.2, label="middle half")
         panel.plot(middle.index, middle, label="median", **STYLES[0])
-        _label_steps(panel, LABELS.get(column, "seconds a video"))
+        _label_steps(panel, LABELS.get(column, "time per video (s)"))
     axes[0, 0].legend(fontsize=7.5)
     return figure
 
 
 def training(vae: pd.DataFrame, unet: pd.DataFrame, title: str, small_print: str) -> Figure:
-    """The logs of `assets.train`: columns iteration, loss and figure (dB for the VAE)."""
+    """The course of a training by its two logs: columns iteration, loss and figure (PSNR in dB for the VAE)."""
     figure, axes = new_figure((1, 2), (9, 3.4), title, small_print)
     axes[0, 0].plot(vae["iteration"], vae["figure"], **(STYLES[0] | {"marker": ""}))
-    axes[0, 0].set(xlabel="iteration of the VAE", ylabel="PSNR of the training batches (dB)")
+    axes[0, 0].set(xlabel="VAE iteration", ylabel="PSNR of the training batches (dB)")
     axes[0, 1].plot(unet["iteration"], unet["loss"], **(STYLES[0] | {"marker": ""}))
-    axes[0, 1].set(xlabel="iteration of the UNet", ylabel="loss (weighted square error)", ylim=(0, None))
+    axes[0, 1].set(xlabel="UNet iteration", ylabel="loss (weighted squared error)", ylim=(0, None))
     return figure
 
 

@@ -101,7 +101,8 @@ class _Fit:
         self.family = _family(base)
         self.parameters = costs.parameters(base)
         layers = costs.temporal_layers(base.model, base.model_id)
-        self.exchanges = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
+        across_frames = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
+        self.exchanges = {"cfg": 1, "frames": across_frames}  # lockstep axis -> exchanges of a pass
         unguided = one.replace(guidance_scale=1.0)
         flops = [costs.cost(_video(unguided, video, Parallel(frames=ranks))).flops for *video, ranks in COUNTED]
         self.flops = _least_squares([_work(*video) for video in COUNTED], flops)
@@ -128,11 +129,9 @@ class _Fit:
         layout, (batch, _, frames, rows, columns) = config.layout, config.shape
         videos = batch * (2 if config.guidance_scale > 1 and layout.cfg == 1 else 1)
         flops = videos * self.flops @ _work(frames, rows, columns, layout.frames)
-        sent = {kind: int(videos / batch * size) for kind, size in _sent(config).items()}
-        exchanges = costs.passes(config) * self.exchanges if layout.frames > 1 else 0
-        if layout.cfg == 2:
-            sent["guidance"] = math.prod(config.shape) * resolve(config).element_size
-            exchanges += 1
+        axes = [axis for axis, size in layout.lockstep_sizes.items() if size > 1]
+        sent = {kind: int(size) for axis in axes for kind, size in SENT[axis](config).items()}
+        exchanges = costs.passes(config) * sum(self.exchanges[axis] for axis in axes)
         return Cost(int(flops), sent, exchanges, *costs.gathering(config))
 
     def room(self, config: RunConfig) -> Room:
@@ -153,13 +152,16 @@ def _video(config: RunConfig, video: Sequence[int], layout: Parallel) -> RunConf
     return config.replace(latent_shape=(1, 4, *video), parallel=layout)
 
 
-def _sent(config: RunConfig) -> dict[str, float]:
-    """Bytes that the rank with most of the work, between two neighbours, sends in a pass: its part of
+def _sent_for_guidance(config: RunConfig) -> dict[str, float]:
+    return {"guidance": math.prod(config.shape) * resolve(config).element_size}
+
+
+def _sent_for_frames(config: RunConfig) -> dict[str, float]:
+    """Bytes that the rank with most of the work, between two neighbours, sends in a step: its part of
     `costs.formula`."""
     ranks, frames = config.layout.frames, config.shape[2]
-    if ranks == 1:
-        return {}
-    total = costs.formula(config.replace(guidance_scale=1.0, parallel=Parallel(frames=ranks)))
+    both_passes = costs.formula(config.replace(parallel=Parallel(frames=ranks)))
+    total = {kind: size / config.layout.cfg for kind, size in both_passes.items()}
     own = math.ceil(frames / ranks)
     there_and_back = own * (ranks - 1) / ranks + (frames - own) / ranks
     return {
@@ -168,6 +170,9 @@ def _sent(config: RunConfig) -> dict[str, float]:
         "statistics": total["statistics"] / ranks,
         "prediction": total["prediction"] / ranks,
     }
+
+
+SENT = {"cfg": _sent_for_guidance, "frames": _sent_for_frames}  # lockstep axis -> bytes of a step, by kind
 
 
 def _work(frames: int, rows: int, columns: int, ranks: int) -> Array:

@@ -1,4 +1,4 @@
-"""The numbers that follow from who computed which sample when, foretold or measured."""
+"""The numbers that follow from who computed which sample when, predicted or measured."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The small SVD that the package carries: the pipeline, and how it was trained and judged."""
+"""The small SVD that ships with the package: the pipeline, its training and its evaluation."""

@@ -1,6 +1,6 @@
-"""The clips that the tiny model learns from and is judged on: one shape that moves over a gradient and bounces.
+"""The clips that the tiny model is trained and judged on: one shape that moves over a gradient and bounces.
 
-Run: python -m vdpp_core.tiny_svd.clips      (draws the example image again)
+Run: python -m vdpp_core.tiny_svd.clips      (redraws the example image)
 """
 
 from __future__ import annotations
@@ -12,19 +12,26 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vdpp_core.config.run import EXAMPLE_IMAGE
+from vdpp_core.config.fields import EXAMPLE_IMAGE
 
 FRAMES, SIZE = 14, 64
 SHAPES = ("disc", "square", "triangle")
-FASTEST = 0.08  # of the width, a frame, at motion bucket 255
+FASTEST = 0.08  # image widths per frame, at motion bucket 255
 
 
 @dataclass(frozen=True)
 class Scenes:
-    """N scenes; lengths are shares of the width, colours 0 to 1, y grows downwards.
+    """N scenes. Lengths are shares of the image width, colours 0 to 1, angles radians; y grows downwards.
 
-    shapes (N): index into SHAPES. colours (N, 3), gradients (N, 2, 3): from one side to the other, angles (N).
-    radii (N), starts (N, 2): x, y. directions (N): radians. motion_buckets (N): 0 to 255, sets the speed.
+    Attributes:
+        shapes: (N,), index into SHAPES.
+        colours: (N, 3), of the shapes.
+        gradients: (N, 2, 3), the background's colours at its two sides.
+        angles: (N,), of the gradients.
+        radii: (N,), of the shapes.
+        starts: (N, 2), x and y of the centres in the first frame.
+        directions: (N,), of the motion.
+        motion_buckets: (N,), 0 to 255, which set the speed.
     """
 
     shapes: Tensor
@@ -37,20 +44,16 @@ class Scenes:
     motion_buckets: Tensor
 
     def __getitem__(self, index: int | slice) -> Scenes:
-        """One or some of them, as scenes of their own."""
+        """One or some of the scenes."""
         chosen = index if isinstance(index, slice) else slice(index, index + 1)
         return replace(self, **{name: values[chosen] for name, values in vars(self).items()})
 
-    def with_bucket(self, motion_bucket: float) -> Scenes:
-        """The same images, moving as much as the bucket says."""
-        return replace(self, motion_buckets=torch.full_like(self.motion_buckets, motion_bucket))
-
     def images(self, size: int = SIZE) -> list[Image.Image]:
-        """The first frames."""
+        """The first frames as images of size × size pixels."""
         return [to_image(frames[0]) for frames in self.draw(1, size)]
 
     def positions(self, frames: int = FRAMES) -> Tensor:
-        """(N, frames, 2): the centre, thrown back by the walls."""
+        """Centres of the shapes, (N, frames, 2), reflected at the walls."""
         speeds = self.motion_buckets / 255 * FASTEST
         velocities = speeds[:, None] * torch.stack([self.directions.cos(), self.directions.sin()], dim=1)
         low = self.radii[:, None, None]
@@ -59,7 +62,7 @@ class Scenes:
         return low + room - (path.remainder(2 * room) - room).abs()
 
     def backgrounds(self, size: int = SIZE) -> Tensor:
-        """(N, 3, size, size)."""
+        """Backgrounds without the shapes, (N, 3, size, size), 0 to 1."""
         y, x = _grid(size)
         cosines, sines = self.angles.cos()[:, None, None], self.angles.sin()[:, None, None]
         share = (cosines * (x - 0.5) + sines * (y - 0.5) + 0.5)[:, None]
@@ -67,7 +70,7 @@ class Scenes:
         return (near + (far - near) * share).clamp(0, 1)
 
     def masks(self, frames: int = FRAMES, size: int = SIZE) -> Tensor:
-        """(N, frames, 1, size, size): how much of a pixel the shape covers."""
+        """Coverage of each pixel by the shape, (N, frames, 1, size, size), 0 to 1."""
         y, x = _grid(size)
         centres = self.positions(frames)[..., None, None]
         dx, dy = x - centres[:, :, 0], y - centres[:, :, 1]
@@ -79,13 +82,13 @@ class Scenes:
         return torch.sigmoid((self.radii[:, None, None, None] - distance) * size * 1.5)[:, :, None]
 
     def draw(self, frames: int = FRAMES, size: int = SIZE) -> Tensor:
-        """(N, frames, 3, size, size), 0 to 1."""
+        """Draw the clips, (N, frames, 3, size, size), 0 to 1."""
         masks = self.masks(frames, size)
         return self.backgrounds(size)[:, None] * (1 - masks) + self.colours[:, None, :, None, None] * masks
 
 
 def scenes(count: int, generator: torch.Generator | None = None) -> Scenes:
-    """Scenes drawn at random: a bright shape before a dark gradient."""
+    """Random scenes: a bright shape on a dark gradient."""
 
     def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         return low + (high - low) * torch.rand(count, *shape, generator=generator)
@@ -106,12 +109,12 @@ def scenes(count: int, generator: torch.Generator | None = None) -> Scenes:
 
 
 def held_out(count: int) -> Scenes:
-    """Scenes that training never draws: it uses the global generator, these their own."""
+    """Scenes that training never draws: they have their own generator, training uses the global one."""
     return scenes(count, torch.Generator().manual_seed(20_261_128))
 
 
 def example() -> Scenes:
-    """What the example image shows: an orange ball before a blue evening."""
+    """The scene of the example image: an orange ball on a blue background."""
     return Scenes(
         shapes=torch.tensor([0]),
         colours=torch.tensor([[0.95, 0.55, 0.2]]),
@@ -125,7 +128,7 @@ def example() -> Scenes:
 
 
 def to_image(frame: Tensor) -> Image.Image:
-    """(3, height, width), 0 to 1 -> an RGB image."""
+    """Convert a frame (3, height, width), 0 to 1, to an RGB image."""
     return Image.fromarray((frame.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy())
 
 

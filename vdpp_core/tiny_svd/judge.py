@@ -1,6 +1,6 @@
-"""Judges a tiny Stable Video Diffusion on scenes that it was not trained on.
+"""Evaluates a tiny Stable Video Diffusion on scenes it was not trained on.
 
-Run: python -m vdpp_core.tiny_svd.judge [FOLDER]      (some minutes; default: the model in the package)
+Run: python -m vdpp_core.tiny_svd.judge [FOLDER]      (a few minutes; default: the model in the package)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import spearmanr
 
-from vdpp_core.config.run import MODELS
+from vdpp_core.config.fields import MODELS
 from vdpp_core.models.decoding import to_bytes
 from vdpp_core.models.images import Frames
 from vdpp_core.plots.video_quality import strips
@@ -29,13 +29,14 @@ FORGOTTEN: dict[str, Any] = {"sigma_min": None, "sigma_max": None, "timestep_typ
 
 
 def load(folder: str | Path) -> StableVideoDiffusionPipeline:
+    """Load a pipeline from a folder, without progress bars."""
     pipeline = StableVideoDiffusionPipeline.from_pretrained(folder, use_safetensors=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def with_scheduler(pipeline: StableVideoDiffusionPipeline, **settings: Any) -> StableVideoDiffusionPipeline:
-    """The same networks with some of the scheduler's settings changed; None takes the class's default."""
+    """The same networks with other settings of the scheduler; None stands for the class's default."""
     scheduler = EulerDiscreteScheduler.from_config(pipeline.scheduler.config, **settings)
     changed = StableVideoDiffusionPipeline(**(pipeline.components | {"scheduler": scheduler}))
     changed.set_progress_bar_config(disable=True)
@@ -45,10 +46,13 @@ def with_scheduler(pipeline: StableVideoDiffusionPipeline, **settings: Any) -> S
 def videos(
     pipeline: StableVideoDiffusionPipeline, images: list[Image.Image], seed: int = 0, **arguments: Any
 ) -> list[Frames]:
-    """A video (F, height, width, 3) of each image, all in one batch; image i has seed + i.
+    """Animate images in one batch; image i has seed + i.
 
     Args:
         arguments: of the pipeline's call, for instance num_inference_steps and motion_bucket_id.
+
+    Returns:
+        A video (F, height, width, 3) in bytes for each image.
     """
     draws = [torch.Generator().manual_seed(seed + index) for index in range(len(images))]
     size = {"height": SIZE, "width": SIZE, "decode_chunk_size": 4}
@@ -56,7 +60,7 @@ def videos(
 
 
 def assess(frames: list[Frames], scenes: Scenes) -> pd.DataFrame:
-    """quality.assess of each video, a row each."""
+    """`quality.assess` of each video, a row per video."""
     images = [np.asarray(image) for image in scenes.images()]
     return pd.DataFrame(
         quality.assess(video, image, scenes[index])
@@ -66,7 +70,7 @@ def assess(frames: list[Frames], scenes: Scenes) -> pd.DataFrame:
 
 @torch.no_grad()
 def autoencoded(pipeline: StableVideoDiffusionPipeline, scenes: Scenes) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(clips, what the VAE makes of them), N × F × 3 × height × width, 0 to 1."""
+    """The clips of scenes and their reconstructions by the VAE, each (N, F, 3, height, width), 0 to 1."""
     clips = scenes.draw()
     shown = torch.empty_like(clips)
     for index, clip in enumerate(clips):
@@ -77,9 +81,10 @@ def autoencoded(pipeline: StableVideoDiffusionPipeline, scenes: Scenes) -> tuple
 
 
 def main() -> None:
+    """Print the evaluation, and draw frames of some videos if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", default=MODELS["tiny"])
-    parser.add_argument("--picture", type=Path, help="where to save frames of some of the videos")
+    parser.add_argument("--picture", type=Path, help="file for frames of some of the videos")
     arguments = parser.parse_args()
     pipeline = load(arguments.folder)
 
@@ -90,15 +95,15 @@ def main() -> None:
     scenes = held_out(16)
     made = videos(pipeline, scenes.images())
     right = assess(made, scenes)
-    print(f"frame 0 to the image: median {right.psnr_first_db.median():.1f} dB, least {right.psnr_first_db.min():.1f}")
-    print(f"shape there in the last frame: {right.present_last.mean():.0%} of 16")
+    print(f"PSNR of frame 0: median {right.psnr_first_db.median():.1f} dB, worst {right.psnr_first_db.min():.1f}")
+    print(f"shape present in the last frame: {right.present_last.mean():.0%} of 16")
 
     few = scenes[:8]
     speeds = {bucket: assess(videos(pipeline, few.images(), motion_bucket_id=bucket), few) for bucket in BUCKETS}
     table = pd.concat(speeds, names=["bucket"]).reset_index()
     correlation = spearmanr(table.bucket, table.speed, nan_policy="omit").statistic
     print(
-        f"speed against bucket, 5 × 8 videos: Spearman {correlation:.2f}; shape there {table.present_last.mean():.0%}"
+        f"speed against bucket, 5 × 8 videos: Spearman {correlation:.2f}; shape present {table.present_last.mean():.0%}"
     )
     print(table.groupby("bucket").speed.median().round(4).to_string())
 
@@ -109,7 +114,7 @@ def main() -> None:
         print(f"  {name:18}" + "".join(f"{t[name].mean():10.2f} ± {t[name].std():.2f}" for t in (right, wrong)))
     if arguments.picture:
         rows = [pair for i in range(4) for pair in ((f"image {i}", made[i]), (f"{i}, wrong", spoilt[i]))]
-        title = "Held-out images animated, with the scheduler's settings right and forgotten"
+        title = "Without SVD's scheduler settings the videos of held-out images are noise"
         strips(rows, title, "25 steps, guidance 1 to 3, bucket 127").savefig(arguments.picture, dpi=80)
 
 

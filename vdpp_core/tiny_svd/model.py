@@ -1,6 +1,6 @@
-"""The networks of the tiny Stable Video Diffusion: every kind of layer that the published one has, few of each.
+"""The networks of the tiny Stable Video Diffusion: every kind of layer of the published one, few of each.
 
-Group norm has 32 groups everywhere. With 32 channels each would lose its mean, and the image its colours.
+Group norm has 32 groups everywhere. With 32 channels every channel would lose its mean, and the image its colours.
 """
 
 import math
@@ -21,7 +21,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from vdpp_core.config.run import LATENT_CHANNELS
+from vdpp_core.config.fields import LATENT_CHANNELS
 from vdpp_core.models.published import PUBLISHED_SCHEDULER
 from vdpp_core.tiny_svd.clips import FRAMES, SIZE
 
@@ -29,7 +29,7 @@ GROUPS = 32  # of every group norm in these networks
 
 
 def vae() -> AutoencoderKLTemporalDecoder:
-    """1.6 M parameters; 64 × 64 pixels become 4 × 8 × 8 latents."""
+    """The VAE: 1.6 M parameters; 64 × 64 pixels become 4 × 8 × 8 latents."""
     vae = AutoencoderKLTemporalDecoder(
         block_out_channels=(64, 64, 64, 64),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -43,10 +43,10 @@ def vae() -> AutoencoderKLTemporalDecoder:
 
 @torch.no_grad()
 def start_from_thumbnails(vae: AutoencoderKLTemporalDecoder) -> None:
-    """Weights that shrink an image to its 8 × 8 means and enlarge it again, every block an identity.
+    """Initialise a VAE to shrink an image to its 8 × 8 means and enlarge it again; every block is an identity.
 
-    From random weights brightness comes first, and no colour within 700 iterations: 18 dB where this start has 27.
-    A colour passes group norm and SiLU as a pair of channels with opposite signs, since silu(x) - silu(-x) = x; a
+    From random weights it learns brightness first and no colour within 700 iterations: 18 dB, 27 dB from this start. A
+    colour passes group norm and SiLU as a pair of channels with opposite signs, since silu(x) - silu(-x) = x; a
     constant in some of the pairs keeps its scale.
     """
     encoder, decoder = vae.encoder, vae.decoder
@@ -72,8 +72,8 @@ def _same_channels(layer: nn.Conv2d, kernel: Tensor) -> None:
 
 
 def _pairs(spread: nn.Conv2d, gather: nn.Conv2d, signals: slice = slice(None), sign: float = 1.0) -> None:
-    """Make `gather` give back signals that `spread` gets: each of the groups of group norm holds s and -s of a mixture
-    s of the signals, and a constant in its third channel or, where there is none, in some of the pairs."""
+    """Make `gather` return the signals that `spread` receives: each group of group norm holds s and -s of a mixture s
+    of the signals, and a constant in its third channel or, if there is none, in some of the pairs."""
     channels = torch.arange(0, spread.out_channels, spread.out_channels // GROUPS)
     mixtures = nn.functional.normalize(torch.randn(GROUPS, spread.weight[:, signals].shape[1]), dim=1)
     spread.weight *= 0.1
@@ -93,9 +93,9 @@ def _pairs(spread: nn.Conv2d, gather: nn.Conv2d, signals: slice = slice(None), s
 
 @torch.no_grad()
 def start_from_a_still(unet: UNetSpatioTemporalConditionModel) -> None:
-    """Weights that predict the image in every frame, every block an identity: v = -image_latents, up to a factor.
+    """Initialise a UNet to predict the image in every frame: v = -image_latents, up to a factor.
 
-    The way leads over the outermost skip connection.
+    Every block is an identity; the image passes through the outermost skip connection.
     """
     for layer in unet.modules():
         if isinstance(layer, ResnetBlock2D | TemporalResnetBlock):
@@ -110,7 +110,7 @@ def start_from_a_still(unet: UNetSpatioTemporalConditionModel) -> None:
 
 
 def unet() -> UNetSpatioTemporalConditionModel:
-    """4.3 M parameters; conditioned on fps - 1, motion bucket and noise augmentation, 32 values each."""
+    """The UNet: 4.3 M parameters, conditioned on fps - 1, motion bucket and noise augmentation, 32 values each."""
     unet = UNetSpatioTemporalConditionModel(
         sample_size=SIZE // 8,
         num_frames=FRAMES,
@@ -128,7 +128,7 @@ def unet() -> UNetSpatioTemporalConditionModel:
 
 
 def image_encoder() -> CLIPVisionModelWithProjection:
-    """0.1 M parameters, left at random: the first frame's latents say it all, this only has to be there."""
+    """The image encoder: 0.1 M random parameters, since the first frame's latents hold all the information."""
     return CLIPVisionModelWithProjection(
         CLIPVisionConfig(
             hidden_size=32,
@@ -147,12 +147,13 @@ def assemble(
     image_encoder: CLIPVisionModelWithProjection,
     unet: UNetSpatioTemporalConditionModel,
 ) -> StableVideoDiffusionPipeline:
+    """Assemble a pipeline with the published scheduler."""
     scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
     return StableVideoDiffusionPipeline(vae, image_encoder.eval(), unet, scheduler, CLIPImageProcessor())
 
 
 def save(pipeline: StableVideoDiffusionPipeline, folder: Path) -> None:
-    """In fp16, described so that every version of diffusers and transformers loads it, in fp32 unless told."""
+    """Save a pipeline in fp16, described so that every version of diffusers and transformers loads it (as fp32)."""
     pipeline.to(torch.float16).save_pretrained(folder)
     for name, written, wanted in (
         ("model_index.json", "CLIPImageProcessorPil", "CLIPImageProcessor"),

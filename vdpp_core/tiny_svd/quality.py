@@ -1,6 +1,6 @@
-"""How good a video is, in numbers that need no network and no other model.
+"""Quality of a video, in numbers that need no network and no other model.
 
-Frames are bytes (F, height, width, 3). Where the scene is known (tiny_svd/clips.py drew it), its shape is followed.
+Frames are bytes (F, height, width, 3). Where the scene is known (drawn by tiny_svd/clips.py), its shape is tracked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from vdpp_core.models.images import Frames
 from vdpp_core.tiny_svd.clips import Scenes
 
-LIKELY_AREA = (0.4, 2.5)  # of the area in the image: a region outside of it is not taken for the shape
+LIKELY_AREA = (0.4, 2.5)  # times the area in the image; other regions are not the shape
 MARGIN = 3  # pixels around the shape that count as neither shape nor background
 
 
@@ -31,21 +31,23 @@ def ssim(frame: NDArray[np.uint8], truth: NDArray[np.uint8]) -> float:
 
 
 def change(frames: Frames) -> float:
-    """Root mean square of the change from frame to frame, of 255; 0 for a still picture or a single frame."""
+    """Root mean square change from frame to frame, 0 to 255; 0 for a still picture or a single frame."""
     return _rms(np.diff(frames.astype(float), axis=0))
 
 
 def jerkiness(frames: Frames) -> float:
-    """Root mean square of the change of the change, of 255: low for smooth motion, high for flicker and jumps."""
+    """Root mean square second difference over the frames: low for smooth motion, high for flicker and jumps."""
     return _rms(np.diff(frames.astype(float), n=2, axis=0))
 
 
 def track(frames: Frames, scene: Scenes) -> dict[str, NDArray[Any]]:
-    """Follow the shape of a scene (one) through the frames.
+    """Track the shape of one scene through the frames.
 
-    A pixel is the shape's where its colour is nearer to the shape's than to the background's at that place. The shape
-    is there (`present`, F) where the largest connected region has a likely area; `area` (F) is relative to the area in
-    the image, `x` and `y` (F) the region's centre in widths, not a number where it is absent.
+    A pixel belongs to the shape where its colour is nearer to the shape's than to the background's at that place.
+
+    Returns:
+        Arrays (F,): `present`, whether the largest connected region has a likely area; `area` of that region relative
+        to the area in the image; `x` and `y`, its centre in image widths, NaN where the shape is absent.
     """
     height, width = frames.shape[1:3]
     pictures = frames.astype(float) / 255
@@ -66,13 +68,13 @@ def track(frames: Frames, scene: Scenes) -> dict[str, NDArray[Any]]:
 
 
 def speed(tracked: dict[str, NDArray[Any]]) -> float:
-    """Mean way of the shape from frame to frame, in widths, where it is there in both; else not a number."""
+    """Mean distance that the shape moves per frame, in image widths, over pairs of frames that show it; else NaN."""
     ways = np.hypot(np.diff(tracked["x"]), np.diff(tracked["y"]))
     return float(np.nanmean(ways)) if np.isfinite(ways).any() else float("nan")
 
 
 def background_error(frames: Frames, scene: Scenes) -> float:
-    """Root mean square error of the background over all frames, of 255, some pixels around the shape left out."""
+    """Root mean square error of the background over all frames, 0 to 255, without MARGIN pixels around the shape."""
     height, width = frames.shape[1:3]
     background, colour = 255 * _background(scene, height, width), 255 * scene.colours[0].numpy()
     errors = frames.astype(float) - background
@@ -82,7 +84,7 @@ def background_error(frames: Frames, scene: Scenes) -> float:
 
 
 def assess(frames: Frames, image: NDArray[np.uint8], scene: Scenes | None = None) -> dict[str, float]:
-    """All numbers of a video; those of the shape and the background where the scene is known."""
+    """All numbers of a video; those of shape and background only where the scene is known."""
     numbers = {
         "psnr_first_db": psnr(frames[0], image),
         "ssim_first": ssim(frames[0], image),
@@ -103,7 +105,7 @@ def assess(frames: Frames, image: NDArray[np.uint8], scene: Scenes | None = None
 def _background(scene: Scenes, height: int, width: int) -> NDArray[Any]:
     """(height, width, 3), 0 to 1."""
     if height != width:
-        raise ValueError(f"frames of {width} × {height} pixels: a scene is square")
+        raise ValueError(f"frames of {width} × {height} pixels: a scene must be square")
     return scene.backgrounds(height)[0].permute(1, 2, 0).numpy()
 
 

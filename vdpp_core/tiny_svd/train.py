@@ -1,6 +1,6 @@
-"""Trains the tiny Stable Video Diffusion that the package carries, from clips that it draws itself; see TRAINING.md.
+"""Trains the tiny Stable Video Diffusion that ships with the package, on clips that it draws itself; see TRAINING.md.
 
-Run: python -m vdpp_core.tiny_svd.train FOLDER [--small]      (the same command goes on where it was interrupted)
+Run: python -m vdpp_core.tiny_svd.train FOLDER [--small]      (the same command resumes an interrupted training)
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ CONDITIONING_DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Setting:
+    """The length of a training."""
+
     vae_iterations: int
     unet_iterations: int
-    pool: int  # clips that the UNet draws its batches from; one is replaced in every second iteration
+    pool: int  # clips that the UNet's batches are drawn from; every second iteration replaces one
 
 
 LONG = Setting(vae_iterations=2400, unet_iterations=1800, pool=1024)
@@ -44,9 +46,9 @@ SMALL = Setting(vae_iterations=200, unet_iterations=200, pool=64)
 
 
 class Training:
-    """One network's training: warm-up and cosine, clipped gradients, averaged weights, checkpoints, a log.
+    """Training of one network: warm-up and cosine decay, clipped gradients, averaged weights (EMA), checkpoints, a log.
 
-    An interrupted training goes on from its last checkpoint as if nothing had happened: the generator is in it, too.
+    An interrupted training resumes from its last checkpoint with the same results, since the generator is saved too.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Training:
         return min(1.0, (iteration + 1) / 100) * max(0.01, cosine)
 
     def run(self, loss_of_a_batch: Callable[[], tuple[Tensor, float]]) -> None:
-        """Train to the end; `loss_of_a_batch` returns the loss and the figure to be logged beside it."""
+        """Train to the end; `loss_of_a_batch` returns the loss and a figure to log beside it."""
         saved = time.perf_counter()
         losses: list[float] = []
         figures: list[float] = []
@@ -136,7 +138,8 @@ class Training:
 
 
 def train_vae(folder: Path, setting: Setting) -> AutoencoderKLTemporalDecoder:
-    """First on crops, which are cheap, then on whole frames, half of them four in a row for the temporal layers."""
+    """Train the VAE: first on crops, which are cheap, then on whole frames, half of them four in a row for the temporal
+    layers. The loss is L2 + 0.2·L1 + 1e-6·KL."""
     torch.manual_seed(1)
     vae = model.vae()
 
@@ -160,18 +163,23 @@ def train_vae(folder: Path, setting: Setting) -> AutoencoderKLTemporalDecoder:
 
 @dataclass
 class Pool:
-    """Encoded clips that the UNet draws its batches from; clips come and go, so that few are seen twice.
+    """Encoded clips that the UNet's batches are drawn from, replaced one by one so that few are seen twice.
 
-    latents (N, frames, 4, 8, 8), image_latents (N, 4, 8, 8), image_embeddings (N, 1, 32), told (N, 3)
+    Attributes:
+        latents: (N, frames, 4, 8, 8).
+        image_latents: (N, 4, 8, 8).
+        image_embeddings: (N, 1, 32).
+        added_time_ids: (N, 3): fps - 1, motion bucket, noise augmentation.
     """
 
     latents: Tensor
     image_latents: Tensor
     image_embeddings: Tensor
-    told: Tensor
+    added_time_ids: Tensor
 
     @classmethod
     def empty(cls, size: int) -> Pool:
+        """A pool of `size` clips without values."""
         return cls(
             torch.empty(size, FRAMES, 4, 8, 8),
             torch.empty(size, 4, 8, 8),
@@ -181,7 +189,7 @@ class Pool:
 
     @torch.no_grad()
     def put(self, index: int, pipeline: StableVideoDiffusionPipeline) -> None:
-        """Draw a clip and encode it as the official pipeline does; its frame rate means nothing."""
+        """Draw a clip and encode it as the official pipeline does, with a random frame rate, which has no effect."""
         clip = scenes(1)
         frames = clip.draw()[0]
         strength = 0.1 * torch.rand(()).item()
@@ -189,12 +197,15 @@ class Pool:
         self.latents[index] = pipeline.vae.encode(frames * 2 - 1).latent_dist.mode()
         self.image_latents[index] = pipeline._encode_vae_image(noisy, "cpu", 1, False)[0]
         self.image_embeddings[index] = pipeline._encode_image([to_image(frames[0])], "cpu", 1, False)[0]
-        self.told[index] = torch.tensor([torch.randint(31, ()).item(), clip.motion_buckets.item(), strength])
+        self.added_time_ids[index] = torch.tensor([torch.randint(31, ()).item(), clip.motion_buckets.item(), strength])
 
 
 def train_unet(folder: Path, setting: Setting, vae: AutoencoderKLTemporalDecoder) -> StableVideoDiffusionPipeline:
-    """EDM training with SVD's preconditioning: the squared error of the v-prediction, which is the squared error of the
-    denoised latents weighted with (σ² + 1)/σ². σ is log-normal, and one in eight uniform in log σ over the schedule.
+    """Train the UNet as a denoiser with SVD's preconditioning (Karras et al. 2022, EDM; Blattmann et al. 2023, SVD).
+
+    The loss is the squared error of the v-prediction, that is of the denoised latents weighted with (σ² + 1)/σ². σ is
+    log-normal, and one in eight uniform in log σ over the schedule. Conditioning is dropped at random for
+    classifier-free guidance (Ho and Salimans 2022).
     """
     torch.manual_seed(2)
     unet, pool = model.unet(), Pool.empty(setting.pool)
@@ -223,7 +234,7 @@ def train_unet(folder: Path, setting: Setting, vae: AutoencoderKLTemporalDecoder
                 torch.cat([noisy / (sigma**2 + 1).sqrt(), image_latents], dim=2),
                 sigmas.log() / 4,
                 encoder_hidden_states=pool.image_embeddings[chosen] * kept[..., 0, 0],
-                added_time_ids=pool.told[chosen],
+                added_time_ids=pool.added_time_ids[chosen],
                 return_dict=False,
             )[0]
         prediction = prediction.float()
@@ -236,7 +247,7 @@ def train_unet(folder: Path, setting: Setting, vae: AutoencoderKLTemporalDecoder
 
 
 def _sigmas() -> Tensor:
-    """One from each eighth of the distribution, so that batches differ less."""
+    """One sigma from each eighth of the distribution, so that batches differ less."""
     shares = (torch.arange(BATCH) + torch.rand(BATCH)) / BATCH
     sigmas = (0.7 + 1.6 * torch.special.ndtri(shares)).exp()
     low, high = PUBLISHED_SCHEDULER["sigma_min"], PUBLISHED_SCHEDULER["sigma_max"]
@@ -245,7 +256,7 @@ def _sigmas() -> Tensor:
 
 
 def train(folder: Path, setting: Setting) -> None:
-    """Train what is not trained yet; write the pipeline to folder/tiny-svd and the logs' picture beside it."""
+    """Train both networks, resuming if possible; write folder/tiny-svd and a figure of the logs beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     vae = train_vae(folder, setting)
     model.save(train_unet(folder, setting, vae), folder / "tiny-svd")
@@ -260,6 +271,6 @@ def train(folder: Path, setting: Setting) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--small", action="store_true", help="some minutes instead of two hours, to see that it works")
+    parser.add_argument("--small", action="store_true", help="minutes instead of two hours, to check that it works")
     arguments = parser.parse_args()
     train(arguments.folder, SMALL if arguments.small else LONG)

@@ -1,7 +1,7 @@
-"""How fast latents move between two ranks: torchrun --nproc_per_node=2 -m vdpp_core.engine.link_probe [cpu|cuda]
+"""Measure how fast latents move between two ranks: torchrun --nproc_per_node=2 -m vdpp_core.compare.link_probe [device]
 
-Ping-pong of messages from 4 bytes to 64 MB between ranks 0 and 1; rank 0 prints a JSON list with, for each size, the
-bytes, the seconds one way (median) and the bandwidth in GB/s (1e9 bytes).
+Ping-pong of messages from 4 bytes to 64 MB between ranks 0 and 1. Rank 0 prints a JSON list with one entry per size:
+bytes, seconds one way (median), and bandwidth in GB/s (1e9 bytes).
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ def one_way_s(world: World, size: int) -> float:
     return median(trips[2:]) / 2
 
 
-def main(device: str = "auto") -> None:
+def main() -> None:
+    """Measure every size on the device named on the command line, and print the results on rank 0."""
+    device = dict(enumerate(sys.argv)).get(1, "auto")
     execution, ranks = resolve(RunConfig(device=device, threads=1), local_ranks=2), Ranks.from_environment()
     with joined(Parallel(pp=2), execution, ranks, "probe") as world:
         for _ in range(20):
-            one_way_s(world, SIZES[0])  # the connection and the cores wake up
+            one_way_s(world, SIZES[0])  # opens the connection and wakes the cores
         seconds = {size: one_way_s(world, size) for size in SIZES}
     if world.rank == 0:
         print(json.dumps([{"bytes": size, "seconds": s, "gb_per_s": size / s / 1e9} for size, s in seconds.items()]))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

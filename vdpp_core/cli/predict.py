@@ -1,0 +1,240 @@
+"""memory and plan: predictions, which start nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+
+from vdpp_core.cli import arguments
+from vdpp_core.cli.arguments import N, RunFlags, Switch, X, number, shown
+from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import AXIS_NAMES
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
+from vdpp_core.models import checkpoint
+from vdpp_core.parallel.devices import GIB
+from vdpp_core.predict import accuracy, memory, planner, published, rates, schedule
+from vdpp_core.predict.rates import Link, Rates
+from vdpp_core.predict.replay import PARTS
+from vdpp_core.runs import runfolder
+
+COLUMNS = {
+    "place": "",
+    "layout": "layout",
+    "guidance": "guidance",
+    "latency_s": "latency (s)",
+    "response_s": "from arrival (s)",
+    "longest_interval_s": "longest wait (s)",
+    "makespan_s": "makespan (s)",
+    "utilisation": "utilisation",
+    "needed_gib": "needed (GiB)",
+}
+FAR = 10  # a step with this many times more or fewer operations is too far from a published row
+RECENT = 20  # runs beside the calibrated one that predictions are checked against
+PUBLISHED = "published"
+GOALS = "; ".join(f"{goal}: {wanted}" for goal, wanted in planner.WANTED.items())
+LINK_NOT_MEASURED = (
+    "the link between ranks was not measured, so exchanges and hand-offs count as free: "
+    "run notebook 00_setup or launch.probe(), or give --link-gb-per-s"
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predict the peak memory of a rank, without a GPU, weights or a run."""
+
+    run: RunFlags
+    world_size: Annotated[str, N] = "1"  # number of ranks
+    capacity_gib: Annotated[str | None, X] = None  # memory of a device in GiB: does the run fit, and if not, what would
+
+    def __call__(self, *_: Any) -> None:
+        config = _predicted(self.run, arguments.whole_number("world_size", self.world_size))
+        capacity_gib = number("capacity_gib", self.capacity_gib)
+        arguments.quiet()
+        facts = memory.report(config, memory.device_gib(config, capacity_gib))
+        if self.run.get("json"):
+            print(json.dumps(facts, indent=2))
+            return
+        for line in _parts(facts, config):
+            print(line)
+        if "fits" in facts:
+            for line in _verdict(facts, config.decode_chunk_size):
+                print(f"  {line}")
+
+
+def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
+    """The parts of the peak; all in GB."""
+    chunked = ", chunked feed-forward" * config.chunked
+    mode = f"{'sequential' if config.sequential else 'batched'} guidance{chunked}"
+    lines = [f"{config.layout}, {_what(config)}, {mode}"]
+    lines += [f"  {part:14} {facts[f'{part}_gb']:9.3f} GB" for part in PARTS]
+    lines.append(f"  {'peak':14} {facts['peak_gb']:9.3f} GB per rank, in {facts['peak_layer']}")
+    if count := facts["communicators"]:
+        each = f"{facts['communicator_gib'] * GIB / 1e9:.3g} GB each, {facts['communicator_source']}"
+        lines.append(f"  {'communicators':14} {facts['communicators_gb']:9.3f} GB in addition: {count} of NCCL, {each}")
+    if config.layout.shards > 1:
+        lines.append(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
+    if decoding := facts["decoding_peak_gb"]:
+        lines.append(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {decoding:.3f} GB")
+    return lines
+
+
+def _what(config: RunConfig) -> str:
+    batch, _, frames, rows, columns = config.shape
+    latents = f"{batch} × " * (batch > 1) + f"{frames} × {rows} × {columns}"
+    return f"latents {latents}, {str(resolve(config).dtype).removeprefix('torch.')}"
+
+
+def _verdict(facts: dict[str, Any], chunk: int) -> list[str]:
+    """Whether the steps and the decoding fit, in one line; then what would help."""
+    smaller = facts["decode_chunk_size_that_fits"] if facts["decoding_peak_gb"] else chunk
+    device = f"{facts['capacity_gib'] * GIB / 1e9:.2f} GB ({facts['capacity_gib']:g} GiB)"
+    steps = f"the steps need {facts['needed_gib'] * GIB / 1e9:.2f} GB, allowances included"
+    if smaller != chunk:
+        steps += f"; decoding {chunk} frames at a time does not fit"
+    fits = facts["fits"] and smaller == chunk
+    lines = [f"{'fits' if fits else 'does not fit'} in {device}: {steps}"]
+    lines += [f"the steps would fit with {remedy}" for remedy in facts["remedies"]]
+    if not facts["fits"] and not facts["remedies"]:
+        lines.append("no single change would make the steps fit")
+    if smaller != chunk:
+        help = f"with --decode-chunk-size {smaller}" if smaller else "with no chunk size"
+        lines.append(f"decoding would fit {help}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rank the layouts that fit, each with its predicted time and memory and a reason; say why others are excluded."""
+
+    run: RunFlags
+    gpus: Annotated[str, N]  # use at most this many GPUs
+    capacity_gib: Annotated[str | None, X] = None  # memory of each GPU in GiB; default: enough for everything
+    goal: Annotated[str, shown("|".join(planner.GOALS), GOALS, "latency")] = "latency"
+    calibrate: Annotated[str, shown("RUN|published")] = PUBLISHED  # speeds of a run, or published ones of an A5000
+    tflops: Annotated[str | None, X] = None  # 1e12 operations per second of a rank, instead of --calibrate
+    link_gb_per_s: Annotated[str | None, X] = None  # 1e9 bytes per second between ranks
+    link_us: Annotated[str | None, X] = None  # microseconds per message between ranks; with --link-gb-per-s
+    every_s: Annotated[str | None, X] = None  # seconds between arrivals of samples; default: all arrive at the start
+    poisson: Switch = False  # random arrivals with that mean; uses --seed
+    top: Annotated[str, N] = "10"  # layouts to print; --json has all
+
+    def __call__(self, *_: Any) -> None:
+        for axis in (*AXIS_NAMES, "fsdp", "fsdp_same_sample"):
+            if given := self.run.get(axis):
+                raise ConfigError(axis, given, "not in a plan, which looks for the layout")
+        gpus = arguments.whole_number("gpus", self.gpus, most=planner.MOST_GPUS)
+        top = arguments.whole_number("top", self.top)
+        capacity_gib = number("capacity_gib", self.capacity_gib)
+        folder = None if self.calibrate == PUBLISHED else _run_folder(self.calibrate)
+        config = self._config(folder)
+        arrivals = self._arrivals(config)
+        arguments.quiet()
+        planner.check(config, gpus, self.goal, capacity_gib)
+        known = self._rates(config, folder)
+        modes = (self.run["guidance_mode"],) if "guidance_mode" in self.run else planner.MODES
+        table = planner.advise(config, gpus, self.goal, known, capacity_gib, modes, arrivals=arrivals)
+        if self.run.get("json"):
+            layouts = json.loads(table.to_json(orient="records", force_ascii=False))
+            print(json.dumps({**table.attrs, "layouts": layouts}, indent=2, ensure_ascii=False))
+            return
+        if gpus > 1 and math.isinf(known.link.bytes_per_s):
+            arguments.warn([LINK_NOT_MEASURED])
+        count = f"{config.num_samples} sample{'s' * (config.num_samples > 1)} of {config.total_steps} steps"
+        wanted = planner.WANTED[self.goal]
+        if self.goal == "latency" and table.attrs["one_by_one"]:
+            wanted = "the shortest time from a video's arrival to its last step"
+        print(f"{count}, {_what(config)}, on up to {gpus}; goal {self.goal}: {wanted}")
+        print(f"predicted from {known}")
+        _print_plan(table, top)
+
+    def _config(self, folder: Path | None) -> RunConfig:
+        """What is planned, by default for the device that rates are known of."""
+        if folder is None:
+            config = _predicted(self.run, 1)
+            if self.tflops is None and resolve(config).device_type != "cuda":
+                allowed = "needs --calibrate RUN or --tflops: the published speeds are those of GPUs"
+                raise ConfigError("device", config.device, allowed)
+            return config
+        if self.tflops is not None:
+            raise ConfigError("tflops", self.tflops, "not with --calibrate, which measures it")
+        return _predicted(self.run, 1, str(rates.finished(folder)[1]["device"]).partition(":")[0])
+
+    def _rates(self, config: RunConfig, folder: Path | None) -> Rates:
+        """Speeds as given, of a run, or of a published row."""
+        tflops, link = number("tflops", self.tflops), self._link()
+        if tflops is not None:
+            return Rates(tflops * 1e12, link or published.link())
+        if folder is None:
+            row = published.nearest_row(config)
+            if not 1 / FAR < (times := published.times_operations(config, row)) < FAR:
+                more = f"a step has {times:.2g} times the operations of the published row"
+                arguments.warn([f"{more}: calibrate on a run of your own (--calibrate RUN)"])
+            known = published.rates(row, link)
+            return known.checked(accuracy.against_published(known))
+        known, ran = rates.from_run(folder, link), RunConfig.read(folder)
+        planned = (config.source or config.model, resolve(config).device_type, resolve(config).dtype)
+        if planned != (ran.source or ran.model, resolve(ran).device_type, resolve(ran).dtype):
+            arguments.warn([f"measured with {known.setting}, but another model, device or dtype is planned"])
+        beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
+        return known.checked(accuracy.against_runs([folder, *beside], known))
+
+    def _link(self) -> Link | None:
+        gb_per_s, link_us = number("link_gb_per_s", self.link_gb_per_s), number("link_us", self.link_us)
+        if gb_per_s is not None:
+            return Link(gb_per_s * 1e9, (link_us or 0.0) / 1e6, f"{gb_per_s:g} GB/s, given")
+        if link_us is not None:
+            raise ConfigError("link_us", link_us, "only with --link-gb-per-s")
+        return None
+
+    def _arrivals(self, config: RunConfig) -> Any:
+        every_s = number("every_s", self.every_s)
+        if every_s is None:
+            if self.poisson:
+                raise ConfigError("poisson", True, "only with --every-s")
+            return np.zeros(config.num_samples)
+        if self.poisson:
+            return schedule.poisson(config.num_samples, every_s, config.seed)
+        return schedule.periodic(config.num_samples, every_s)
+
+
+def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
+    """What is predicted: on a GPU unless --device says otherwise, with a model whose weights need not be here."""
+    if "image" in flags:
+        raise ConfigError("image", flags["image"], "not in a prediction, which is the same for all images")
+    weights = {} if flags.get("model") == "dummy" else {"random_weights": True}
+    given = {name: value for name, value in flags.items() if name != "random_weights"}
+    config = arguments.run_config({"device": device, **given, **weights}, ranks, "world_size", ranks > 1)
+    execution = resolve(config)
+    checkpoint.check_guidance(config, execution)
+    checkpoint.check_model(config, execution)
+    return config
+
+
+def _run_folder(name: str) -> Path:
+    for folder in (Path(name), runfolder.runs_root() / name):
+        if runfolder.holds(folder, "config.json"):
+            return folder.resolve()
+    raise ConfigError("calibrate", name, "must be published, or a run's id or folder")
+
+
+def _print_plan(table: pd.DataFrame, top: int) -> None:
+    fitting, rest = table[table["place"].notna()], table[table["place"].isna()]
+    if len(fitting):
+        columns = [name for name in COLUMNS if name != "response_s" or table.attrs["one_by_one"]]
+        shown = fitting.head(top)[columns].rename(columns=COLUMNS)
+        lines = shown.to_string(index=False, na_rep="–", float_format="{:.4g}".format, line_width=400).splitlines()
+        for line, reason in zip(lines, ["", *fitting.head(top)["reason"]], strict=True):
+            print(f"{line}  {reason}".rstrip())
+        if len(fitting) > top:
+            print(f"and {len(fitting) - top} more that fit (--top)")
+    else:
+        print(f"no layout fits; the smallest needs {rest['needed_gib'].min():.4g} GiB per GPU")
+    for reason in rest["reason"].unique():
+        print(f"excluded: {', '.join(rest['layout'][rest['reason'] == reason])}: {reason}")

@@ -1,0 +1,162 @@
+"""simulate, benchmark and generate: a new run. run: run folders that were prepared before."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional
+
+from vdpp_core.cli import arguments, show
+from vdpp_core.cli.arguments import N, RunCommand, shown
+from vdpp_core.config import RunConfig
+from vdpp_core.config.errors import ConfigError, redacted
+from vdpp_core.config.layout import Parallel
+from vdpp_core.engine import checks
+from vdpp_core.engine.limits import OutOfMemoryError
+from vdpp_core.engine.measure import keep_freed_memory
+from vdpp_core.parallel.rendezvous import Ranks, agree
+from vdpp_core.predict import memory
+from vdpp_core.predict.schedule import run_times
+from vdpp_core.runs import events, processes, runfolder
+
+
+@dataclass(frozen=True)
+class NewRun(RunCommand):
+    """A run that is made from flags."""
+
+    world_size: Annotated[str | None, N] = None  # ranks to start where torchrun does not; default: 1
+
+    def __call__(self, ranks: Ranks, argv: Sequence[str]) -> None:
+        folder = self._prepare(ranks, argv)
+        carry_out(partial(_record_and_execute, folder, ranks), ranks, folder)
+        if ranks.rank == 0:
+            show.run(folder, self.as_json)
+
+    def _prepare(self, ranks: Ranks, argv: Sequence[str]) -> Path:
+        """Check everything, then make the run folder; all ranks know its place."""
+        wanted, local_ranks = how_many(self.world_size, ranks, alone=1)
+        counted_by = "torchrun" if ranks.under_torchrun and self.world_size is None else "world_size"
+        counted = ranks.under_torchrun or self.world_size is not None
+        config = arguments.run_config(self.flags, wanted, counted_by, counted)
+        execution = checks.check(config, local_ranks)
+        if not ranks.under_torchrun:
+            runfolder.check_place(config)
+        if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by the process that runs
+            arguments.warn([*checks.before_start(config, execution), *memory.before_start(config, execution)])
+        if wanted != ranks.world_size:
+            become_torchrun(wanted, argv)
+        return Path(agree(ranks, lambda: str(runfolder.create(config))))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Execute prepared run folders one after another, under torchrun."""
+
+    folder: Positional[Annotated[tuple[str, ...], shown("FOLDER [FOLDER ...]")]]  # run folders with a config.json
+
+    def __call__(self, ranks: Ranks, _: Sequence[str]) -> None:
+        folders = [Path(name) for name in self.folder]
+        _each_once(folders)
+        for folder in [_prepared(folder, ranks) for folder in folders]:
+            carry_out(partial(_execute, folder, ranks), ranks, folder)
+
+
+def how_many(world_size: str | None, ranks: Ranks, alone: int) -> tuple[int, int]:
+    """The number of ranks in all and on this machine; `alone`: where neither torchrun nor --world-size sets it."""
+    wanted = ranks.world_size if ranks.under_torchrun else alone
+    if world_size is not None:
+        wanted = arguments.whole_number("world_size", world_size)
+    if ranks.under_torchrun and wanted != ranks.world_size:
+        raise ConfigError("world_size", wanted, f"must be torchrun's number of ranks, {ranks.world_size}")
+    return wanted, ranks.local_world_size if ranks.under_torchrun else wanted
+
+
+def become_torchrun(ranks: int, argv: Sequence[str]) -> None:
+    """Replace this process by torchrun's agent, which starts the same command on every rank."""
+    torchrun = ["-m", "vdpp_core.parallel.loopback", f"--nproc_per_node={ranks}"]
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "vdpp_core", *argv])
+
+
+def carry_out(work: Any, ranks: Ranks, folder: Path | None = None) -> None:
+    """Do a rank's work; end this process at once where that fails or is interrupted.
+
+    A communicator that lost its peer may never let the interpreter end.
+    """
+    try:
+        arguments.quiet()
+        work()
+        return
+    except KeyboardInterrupt:  # before the rank's own guard takes over
+        code, said = arguments.INTERRUPTED, ""
+        if ranks.rank == 0:
+            said = f"stopped by Ctrl-C{_settle_stopped(folder)}"
+    except OutOfMemoryError as error:
+        code, said = 1, f"rank {ranks.rank}: {error}"
+    except BaseException:
+        code, said = 1, redacted(traceback.format_exc())
+    if said:
+        print(said, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def _settle_stopped(folder: Path | None) -> str:
+    from vdpp_core.runs.results import settle
+
+    if folder is None:
+        return ""
+    if not processes.launcher_alive(folder):
+        settle(folder, reason="stopped", predict_times=run_times)
+    return f"; run folder: {folder}"
+
+
+def _each_once(folders: Sequence[Path]) -> None:
+    if not folders:
+        raise ConfigError("folder", "", "must be one or several run folders")
+    for folder in folders:
+        if not runfolder.holds(folder, "config.json"):
+            raise ConfigError("folder", folder, "must be a run folder, it has no config.json")
+    names = [folder.resolve().name for folder in folders]  # machines with folders of their own know a run by its name
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("folder", name, "is named twice; a run folder is run once")
+
+
+def _prepared(folder: Path, ranks: Ranks) -> Path:
+    """A run folder that was made for this number of ranks and was not run before."""
+    needed = (RunConfig.read(folder).parallel or Parallel()).world_size
+    if needed != ranks.world_size:
+        raise ConfigError("folder", folder, f"was made for {needed} ranks, not {ranks.world_size}")
+    agree(ranks, lambda: _not_run_before(folder), folder.name)
+    return folder
+
+
+def _not_run_before(folder: Path) -> str:
+    if events.events_paths(folder) or runfolder.read_result(folder):
+        raise ConfigError("folder", folder, "was run before; a run folder is run once")
+    return ""
+
+
+def _record_and_execute(folder: Path, ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        memory.record(folder)
+    _execute(folder, ranks)
+
+
+def _execute(folder: Path, ranks: Ranks) -> None:
+    from vdpp_core.engine import worker  # takes seconds to import: after the arguments were checked
+    from vdpp_core.runs.results import settle
+
+    keep_freed_memory(RunConfig.read(folder).memory_limit_gib is None)
+    try:
+        worker.execute(folder, ranks, predict_times=run_times)
+    except BaseException:
+        if not processes.launcher_alive(folder):
+            settle(folder, again=True, predict_times=run_times)
+        raise

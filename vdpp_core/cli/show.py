@@ -1,0 +1,91 @@
+"""What is printed of a run that has ended."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vdpp_core.cli import arguments
+from vdpp_core.config import RunConfig
+from vdpp_core.models.images import how_it_fits
+from vdpp_core.runs import machine, runfolder
+
+MOST_LISTED = 8  # samples
+
+
+def run(folder: Path, as_json: bool) -> None:
+    """Print the result of a run: a summary, or all of result.json."""
+    result, config = runfolder.read_result(folder) or {}, RunConfig.read(folder)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"{config.layout}, {machine.hardware_name(result['hardware'])}, {result['dtype']}, {result['backend']}")
+    if config.command == "simulate":
+        for line in _assignment(config):
+            print(line)
+    for name, value in (_summary(result) | _videos(result, config)).items():
+        print(f"  {name:34} {value}")
+    print(f"run folder: {folder}")
+    arguments.warn(f"disturbed: {line}" for line in result.get("disturbed") or [])
+
+
+def _assignment(config: RunConfig) -> list[str]:
+    """The steps of each rank in the order of execution, and counted down as in the user's documents."""
+    lines = []
+    layout = config.layout
+    for rank in range(layout.world_size):
+        replica, stage, member = layout.place(rank)
+        steps, last = config.stages()[stage], config.total_steps - 1
+        goal = f"to rank {layout.rank(replica, stage + 1, member)}" if stage + 1 < layout.pp else "final result"
+        countdown = ", ".join(str(last - step) for step in steps)
+        lines.append(f"rank {rank}, replica {replica}: steps {steps[0]}–{steps[-1]} ({countdown} to go) → {goal}")
+    return lines
+
+
+def _summary(result: dict[str, Any]) -> dict[str, str]:
+    rate = result["steady_state_samples_per_s"]
+    predicted = (result["predicted"] or {}).get("max_peak_memory_gb", math.nan)
+    return {
+        "samples finished": str(result["samples_finished"]),
+        "time to first sample (s)": f"{result['first_sample_time_s']:.3f}",
+        "latency of each sample (s)": _listed(result["latency_s"], 3),
+        "interval between samples (s)": _listed(result["interval_s"], 3) or "needs two samples",
+        "makespan (s)": f"{result['makespan_s']:.3f}",
+        "samples/s, fill included": f"{result['samples_per_s']:.4f}",
+        "samples/s, steady state": "needs two samples" if rate is None else f"{rate:.4f}",
+        "utilisation per rank": ", ".join(f"{share:.0%}" for share in result["utilisation_per_rank"]),
+        "peak memory per rank (GB)": ", ".join(f"{peak:.3f}" for peak in result["peak_memory_gb_per_rank"]),
+        "predicted peak memory (GB)": "not predicted" if math.isnan(predicted) else f"{predicted:.3f}",
+    }
+
+
+def _listed(seconds: Sequence[float], digits: int) -> str:
+    rest = " …" if len(seconds) > MOST_LISTED else ""
+    return ", ".join(f"{value:.{digits}f}" for value in seconds[:MOST_LISTED]) + rest
+
+
+def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
+    if config.command != "generate" or config.image_path is None:
+        return {}
+    lines = {
+        "image": how_it_fits(config.image_path, config.image_size),
+        "videos": f"{result['videos_written']} × {config.shape[2]} frames at {config.fps} frames/s, in videos/",
+        "decoding time of each sample (s)": _listed(result["decode_s"], 2),
+    }
+    if official := result["official"]:
+        note = "; diffusers decodes in fp16, this package in fp32" if result["dtype"] == "float16" else ""
+        lines["equal to the official pipeline"] = (
+            f"latents {official['equal_latents']} of {official['samples']}, "
+            f"frames {official['equal_frames']} of {official['samples']}; "
+            f"largest difference {official['max_latent_difference']:.2g} in latents, "
+            f"{official['max_frame_difference']} of 255 in frames{note}"
+        )
+        if official["max_batch_difference"] is not None:
+            lines["batches"] = (
+                "each video was decoded alone; the official pipeline's decoding chunks cross from one video of a batch "
+                f"into the next, which changes its frames by up to {official['max_batch_difference']} of 255"
+            )
+    return lines
