@@ -1,4 +1,4 @@
-"""The background process: runs folders one after another under torchrun's agent and settles those that end badly.
+"""The background process: executes run folders in turn under torchrun's agent and settles those that end badly.
 
 python -m launch.supervisor FOLDER [FOLDER …] [--sweep FOLDER]
 python -m launch.supervisor FOLDER --nnodes N --nproc N --rdzv-endpoint HOST:PORT --rdzv-id ID
@@ -40,8 +40,10 @@ from vdpp_core.runs.run import Run
 
 
 class Watchdog(threading.Thread):
-    """Names a rank that is stalled, and ends the run after its timeout, or when its folder is gone; kills ranks that do
-    not hear that it is over: a stopped process hears no SIGTERM, and torchrun's agent would give it 30 s more."""
+    """Names a stalled rank, and ends the run after its timeout or when its folder is gone.
+
+    It kills ranks that ignore SIGTERM, as a stopped process does: torchrun's agent would give them 30 s more.
+    """
 
     def __init__(self, folder: Path, place: Place, leave: Callable[[], None]) -> None:
         super().__init__(daemon=True)
@@ -73,7 +75,7 @@ def supervise(folder: Path, others: Others | None = None) -> None:
     """Run the ranks of one run folder to their end and settle it; with others, this machine's ranks.
 
     Raises:
-        SignalException: this process was told to end; the run is settled as stopped before.
+        SignalException: this process was told to end; the run has been settled as stopped.
     """
     with contextlib.closing(Place(folder / "events")) as place:
         leave = end_children if others is None else partial(others.end_here, "its run folder is gone")
@@ -106,8 +108,8 @@ def supervise(folder: Path, others: Others | None = None) -> None:
 
 
 def _predict_memory(folder: Path) -> None:
-    """While the ranks load: what the run's memory is compared with afterwards."""
-    with contextlib.suppress(ConfigError, OSError):  # its model, or its folder, has just gone
+    """Predict the memory that the run is compared with afterwards, while the ranks load."""
+    with contextlib.suppress(ConfigError, OSError):  # its model or its folder has just been removed
         memory.record(folder)
 
 
@@ -136,7 +138,7 @@ def _settle(place: Place, folder: Path, others: Others | None, *facts: Any, **re
 
 
 def _alone(config: RunConfig) -> dict[str, Any]:
-    """All ranks on this machine, which meet on a free port."""
+    """The rendezvous of a run on this machine alone, on a free port."""
     return {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -164,20 +166,21 @@ def _supervise_node(folder: Path, nodes: Nodes) -> None:
 
 
 def _one_of(folder: Path, sweep: Path | None) -> None:
-    """A run; whatever happens to it, those after it have their turn."""
+    """Execute one run; those after it get their turn whatever happens to it."""
     try:
         supervise(folder)
         if sweep is not None:
             Sweep(sweep).write_table()
     except SignalException:
         raise
-    except Exception as error:  # its folder was taken away, say, or the disk is full
+    except Exception as error:  # its folder was removed, for example, or the disk is full
         print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
-        with contextlib.suppress(ConfigError):  # not even its configuration is there
+        with contextlib.suppress(ConfigError):  # even its configuration is gone
             terminate.settle(Run(folder), reason=redacted(f"could not be run: {type(error).__name__}: {error}"))
 
 
 def main() -> None:
+    """Execute the run folders named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--sweep", type=Path, help="renew its table.csv after each run")

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +94,20 @@ def _last_words(error: BaseException) -> dict[str, Any]:
     return {"error": words, "lost_rank": error.rank if isinstance(error, LostRankError) else None}
 
 
+@dataclass(eq=False)
 class _Rank:
     """One rank's part of a run, top to bottom in the order in which it happens."""
 
-    def __init__(
-        self,
-        run: Run,
-        execution: Execution,
-        ranks: Ranks,
-        world: World,
-        log: EventLog,
-        surroundings: Surroundings,
-    ) -> None:
-        self.run, self.ranks, self.world, self.log = run, ranks, world, log
-        self.config, self.execution, self.dtype = run.config, execution, execution.dtype
-        self.surroundings = surroundings
-        config, self.todo = run.config, run.work
+    run: Run
+    execution: Execution
+    ranks: Ranks
+    world: World
+    log: EventLog
+    surroundings: Surroundings
+
+    def __post_init__(self) -> None:
+        config, world, self.todo = self.run.config, self.world, self.run.work
+        self.config, self.dtype = config, self.execution.dtype
         self.steps = config.stages()[world.place.stage]
         self.samples = config.samples(world.place.replica, self.todo.latents)
         self.padding = config.padding(world.place.replica, self.todo.latents)
@@ -118,23 +117,24 @@ class _Rank:
         self.phase = "loading"
         self.unet: nn.Module | None = None
         self.finished: dict[int, Tensor] = {}
-        self.log.write("start", **self._facts())
+        self._write_start()
         if config.model != "dummy":
             from vdpp_core.engine import videos
 
             self.videos = videos
 
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "created": processes.created_s(os.getpid()),
-            "host": socket.gethostname(),
-            "device": str(self.world.device),
-            "dtype": self.execution.dtype_name,
-            "backend": dist.get_backend(),
-            "threads": self.execution.threads,
-            "steps": [self.steps.start, self.steps.stop],
-        }
+    def _write_start(self) -> None:
+        self.log.write(
+            "start",
+            pid=os.getpid(),
+            created=processes.created_s(os.getpid()),
+            host=socket.gethostname(),
+            device=str(self.world.device),
+            dtype=self.execution.dtype_name,
+            backend=dist.get_backend(),
+            threads=self.execution.threads,
+            steps=[self.steps.start, self.steps.stop],
+        )
 
     def work(self) -> None:
         """Do everything, within the memory that the run allows.

@@ -71,6 +71,3 @@ def load_scheduler(config: RunConfig, device: torch.device) -> EulerDiscreteSche
         scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
     scheduler.set_timesteps(config.total_steps, device=device)
     return scheduler
-
-
-__all__ = ["load", "load_scheduler", "on_meta", "ready"]

@@ -71,9 +71,12 @@ def synthetic(config: RunConfig, room: Conditioning, samples: Sequence[int]) -> 
     for latents, sample in zip(room.image_latents, samples or range(1), strict=True):
         generator.manual_seed(config.seed + sample + FAR_FROM_THE_NOISE)
         latents.copy_(randn_tensor(latents.shape, generator=generator, dtype=room.dtype))
-    ids = [config.fps - 1, config.motion_bucket_id, config.noise_aug_strength]
-    room.added_time_ids.copy_(torch.tensor([ids]))
+    room.added_time_ids.copy_(torch.tensor([_time_ids(config)]))
     return room
+
+
+def _time_ids(config: RunConfig) -> tuple[float, ...]:
+    return config.fps - 1, config.motion_bucket_id, config.noise_aug_strength
 
 
 def augmentation(config: RunConfig, generator: torch.Generator) -> Tensor:
@@ -102,13 +105,5 @@ def encode(config: RunConfig, pipeline: StableVideoDiffusionPipeline, draws: lis
         noisy = pixels + config.noise_aug_strength * augmentation(config, generator).to(pixels)
         latents = pipeline._encode_vae_image(noisy, device, batch, guided)
         image_latents.append(latents.to(image_embeddings.dtype))
-    added_time_ids = pipeline._get_add_time_ids(
-        config.fps - 1,
-        config.motion_bucket_id,
-        config.noise_aug_strength,
-        image_embeddings.dtype,
-        1,
-        batch,
-        guided,
-    )
+    added_time_ids = pipeline._get_add_time_ids(*_time_ids(config), image_embeddings.dtype, 1, batch, guided)
     return Conditioning(image_embeddings, torch.stack(image_latents), added_time_ids.to(device))

@@ -64,9 +64,8 @@ class Group:
         edges = {self.rank - 1: first, self.rank + 1: last}
         others = [rank for rank in range(self.size) if rank != self.rank]
         pieces = [_as_bytes(part) for rank in others for part in (own, *([edges[rank]] if rank in edges else []))]
-        sizes = [0] * self.size
-        for rank in others:
-            sizes[rank] = own.nbytes + (edges[rank].nbytes if rank in edges else 0)
+        sizes = [own.nbytes + first.nbytes * (rank in edges) for rank in range(self.size)]
+        sizes[self.rank] = 0
         self.sent[layer, "statistics"] += own.nbytes * len(others)
         self._count(layer, "halo", sum(sizes) - own.nbytes * len(others))
         arrived = pieces[0].new_empty(sum(sizes))

@@ -25,11 +25,7 @@ def split(unet: nn.Module, group: Group, patches: Patches) -> None:
 
     @torch.no_grad()
     def forward(
-        sample: Tensor,
-        timestep: Any,
-        encoder_hidden_states: Tensor,
-        added_time_ids: Tensor,
-        return_dict: bool = True,
+        sample: Tensor, timestep: Any, encoder_hidden_states: Tensor, added_time_ids: Tensor, return_dict: bool = True
     ) -> Any:
         batch = sample.shape[0]
         if batch % 2:

@@ -25,8 +25,7 @@ class Handoff:
 
     def __init__(self, world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.group, self.device, self.shape, self.dtype = world.stages, world.device, shape, dtype
-        stages = dist.get_world_size(self.group)
-        stage = world.place.stage
+        stage, stages = world.place.stage, dist.get_world_size(self.group)
         self.before = stage - 1 if stage > 0 else None
         self.after = stage + 1 if stage + 1 < stages else None
         self.ranks = [dist.get_global_rank(self.group, stage) for stage in range(stages)]

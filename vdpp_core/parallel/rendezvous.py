@@ -94,8 +94,7 @@ def first_ones(ranks: Ranks, number: int, subject: str, work: Callable[[Ranks], 
     """
     shared, result = store(ranks), None
     if ranks.rank < number:
-        local = min(number, ranks.local_world_size)
-        result = work(replace(ranks, world_size=number, local_world_size=local))
+        result = work(replace(ranks, world_size=number, local_world_size=min(number, ranks.local_world_size)))
     if ranks.rank == 0:
         shared.set(subject, "done")
     while not shared.check([subject]):

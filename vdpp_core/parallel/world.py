@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,72 +105,46 @@ def device_of(execution: Execution, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def _network(ranks: Ranks) -> Iterator[None]:
-    """Have gloo and NCCL use the right network interface, unless the user named one."""
-    interface = rendezvous.interface(ranks)
-    chosen = {} if interface is None else dict(zip(_INTERFACES, (interface, f"={interface}"), strict=True))
-    added = chosen.keys() - os.environ.keys()
-    os.environ.update({name: chosen[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
+def _settings(execution: Execution, ranks: Ranks) -> Iterator[None]:
+    """Set threads, precision and network interface of the process, and restore them at the end.
 
-
-@contextmanager
-def _full_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Turn TF32 off for a run in fp32: convolutions on CUDA use it by default, with errors of 1e-3 instead of 1e-5."""
+    A single rank may run inside a notebook, whose child processes would inherit them. TF32 is off in fp32: convolutions
+    on CUDA use it by default, with errors of 1e-3 instead of 1e-5. An interface that the user named is kept.
+    """
     switches: tuple[Any, ...] = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = [switch.allow_tf32 for switch in switches]
-    for switch in switches:
-        switch.allow_tf32 &= dtype != torch.float32
-    try:
+    interface = rendezvous.interface(ranks)
+    with ExitStack() as restore:
+        restore.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(execution.threads)
+        for switch in switches if execution.dtype == torch.float32 else ():
+            restore.callback(setattr, switch, "allow_tf32", switch.allow_tf32)
+            switch.allow_tf32 = False
+        for name, value in zip(_INTERFACES, (interface, f"={interface}"), strict=True):
+            if interface is not None and name not in os.environ:
+                restore.callback(os.environ.pop, name, None)
+                os.environ[name] = str(value)
         yield
-    finally:
-        for switch, allowed in zip(switches, before, strict=True):
-            switch.allow_tf32 = allowed
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
 def joined(layout: Parallel, execution: Execution, ranks: Ranks, name: str) -> Iterator[World]:
-    """Join the ranks of a run, and leave them at the end. `name` keeps runs apart that follow on the same ranks.
-
-    Network interface, precision and threads are set for the process and restored at the end: a single rank may run
-    inside a notebook, whose child processes would inherit them.
-    """
+    """Join the ranks of a run, and leave them at the end. `name` keeps runs apart that follow on the same ranks."""
     device = device_of(execution, ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.PrefixStore(name, rendezvous.store(ranks))
     try:
-        with _network(ranks), _full_precision(execution.dtype), _threads(execution.threads):
+        with _settings(execution, ranks):
             # No `device_id`: NCCL would then open one communicator for all messages of a rank, in which a latent for
             # the next stage waits behind the receive that was posted ahead.
             dist.init_process_group(
                 execution.backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE
             )
             mesh = layout.mesh("cuda" if device.type == "cuda" else "cpu")
-            yield World(
-                ranks.rank,
-                ranks.world_size,
-                layout.place(ranks.rank),
-                device,
-                mesh,
-                stages=mesh.get_group("pp"),
-                team=merged(mesh, "pp", *LOCKSTEP_NAMES).get_group(),
-                shards=merged(mesh, "dp", *LOCKSTEP_NAMES) if layout.shards > 1 else None,
-            )
+            team = merged(mesh, "pp", *LOCKSTEP_NAMES).get_group()
+            shards = merged(mesh, "dp", *LOCKSTEP_NAMES) if layout.shards > 1 else None
+            place = layout.place(ranks.rank)
+            yield World(ranks.rank, ranks.world_size, place, device, mesh, mesh.get_group("pp"), team, shards)
             dist.destroy_process_group()
     except BaseException:
         if not ranks.under_torchrun and dist.is_initialized():  # under torchrun the process ends, without waiting
