@@ -14,15 +14,20 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 PATIENCE_S = 10.0  # for each message of the other side
 
 _PR_SET_MM, _PR_SET_MM_MAP, _PR_SET_CHILD_SUBREAPER = 35, 14, 36  # linux/prctl.h
 _LENGTH = struct.Struct("<I")
 _STDOUT_AND_STDERR = 2
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_PRESENT, _OF_A_FILE = 1 << 63, 1 << 61  # proc_pid_pagemap(5)
+_pages: list[tuple[int, int]] = []
 _shown: ctypes.Array[ctypes.c_char] | None = None  # what the process table shows; it has to stay where it is
 
 
@@ -44,6 +49,38 @@ class _Map(ctypes.Structure):
 def threads() -> int:
     """Threads of this process, those of C libraries included."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def remember_pages() -> None:
+    """Note which pages of libraries this process holds: its forks hold none of them until they touch them again.
+
+    They hold them from the beginning, as a process that has imported the libraries itself: otherwise the resident
+    memory of a rank would grow by those, too, and its measured peak with it.
+    """
+    page = resource.getpagesize()
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, _, _, _, inode = line.split()[:5]
+            if inode != "0":
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                pagemap.seek(begin // page * 8)
+                _pages.extend(_ranges(begin, page, pagemap.read((end - begin) // page * 8)))
+
+
+def _ranges(begin: int, page: int, entries: bytes) -> Iterator[tuple[int, int]]:
+    """Address and length of what is held of one file."""
+    bits = np.frombuffer(entries, np.uint64)
+    held = (bits & np.uint64(_PRESENT) > 0) & (bits & np.uint64(_OF_A_FILE) > 0)
+    edges = np.flatnonzero(np.diff(held.astype(np.int8), prepend=0, append=0))
+    for first, last in edges.reshape(-1, 2).tolist():
+        yield begin + first * page, (last - first) * page
+
+
+def _hold_pages() -> None:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for address, length in _pages:
+        madvise(address, length, _MADV_POPULATE_READ)
 
 
 def adopt_orphans() -> None:
@@ -139,8 +176,6 @@ def _limits() -> list[int]:
 
 
 def _take_on(request: Mapping[str, Any], files: Sequence[int]) -> None:
-    import numpy as np  # after the imports of the server: this takes no time
-
     for number, file in enumerate(files, start=1):
         os.dup2(file, number)
         os.close(file)
@@ -154,6 +189,7 @@ def _take_on(request: Mapping[str, Any], files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     time.tzset()
+    _hold_pages()
     np.random.seed()  # Python's own generator sees to itself, and torch's starts with the same numbers everywhere
     sys.argv = list(request["words"])
     show([sys.executable, "-m", *request["words"]], request["environment"])

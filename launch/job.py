@@ -254,7 +254,10 @@ def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
 
 
 def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes: Nodes | None = None) -> None:
-    """Start the process that watches over these runs, one after another. It outlives the caller."""
+    """Start the supervisor that executes these runs in turn, and return at once. It outlives the caller.
+
+    It is forked from a warm server where there is one: `launch.warm`.
+    """
     words = ["launch.supervisor", *map(str, folders)]
     if sweep is not None:
         words += ["--sweep", str(sweep)]

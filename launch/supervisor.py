@@ -1,4 +1,4 @@
-"""The background process: runs folders one after another under torchrun's agent and settles those that end badly.
+"""The background process: executes run folders in turn under torchrun's agent and settles those that end badly.
 
 python -m launch.supervisor FOLDER [FOLDER …] [--sweep FOLDER]
 python -m launch.supervisor FOLDER --nnodes N --nproc N --rdzv-endpoint HOST:PORT --rdzv-id ID
@@ -38,12 +38,14 @@ from vdpp_core.runs import events, runfolder, stalls
 from vdpp_core.runs.events import now
 from vdpp_core.runs.files import Place
 
-LAST_WORDS_S = 5.0  # after a rank's last word, for the others to have theirs
+LAST_WORDS_S = 5.0  # after a rank's last event, for the other ranks to write theirs
 
 
 class Watchdog(threading.Thread):
-    """Names a rank that is stalled, and ends the run after its timeout, or when its folder is gone; kills ranks that do
-    not hear that it is over: a stopped process hears no SIGTERM, and torchrun's agent would give it 30 s more."""
+    """Names a stalled rank, and ends the run after its timeout or when its folder is gone.
+
+    It kills ranks that ignore SIGTERM, as a stopped process does: torchrun's agent would give them 30 s more.
+    """
 
     def __init__(self, folder: Path, place: Place, leave: Callable[[], None]) -> None:
         super().__init__(daemon=True)
@@ -60,7 +62,7 @@ class Watchdog(threading.Thread):
                 named = self._look(named)
 
     def _look(self, named: int | None) -> int | None:
-        """Act on what is seen; the rank that was named as stalled, if one was."""
+        """Act on the latest events. Returns the rank that was reported as stalled, if any."""
         events = self.watchdog.events()
         if any(event["kind"] in ("error", "terminated") for event in events):
             if now() - events[-1]["t"] > LAST_WORDS_S:
@@ -79,7 +81,7 @@ def supervise(folder: Path, others: Others | None = None) -> None:
     """Run the ranks of one run folder to their end and settle it; with others, this machine's ranks.
 
     Raises:
-        SignalException: this process was told to end; the run is settled as stopped before.
+        SignalException: this process was told to end; the run has been settled as stopped.
     """
     with contextlib.closing(Place(folder / "events")) as place:
         leave = end_children if others is None else partial(others.end_here, "its run folder is gone")
@@ -112,8 +114,8 @@ def supervise(folder: Path, others: Others | None = None) -> None:
 
 
 def _predict_memory(folder: Path) -> None:
-    """While the ranks load: what the run's memory is compared with afterwards."""
-    with contextlib.suppress(ConfigError, OSError):  # its model, or its folder, has just gone
+    """Predict the memory that the run is compared with afterwards, while the ranks load."""
+    with contextlib.suppress(ConfigError, OSError):  # its model or its folder has just been removed
         memory.record(folder)
 
 
@@ -142,7 +144,7 @@ def _settle(place: Place, folder: Path, others: Others | None, *facts: Any, **re
 
 
 def _alone(config: RunConfig) -> dict[str, Any]:
-    """All ranks on this machine, which meet on a free port."""
+    """The rendezvous of a run on this machine alone, on a free port."""
     return {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -170,20 +172,21 @@ def _supervise_node(folder: Path, nodes: Nodes) -> None:
 
 
 def _one_of(folder: Path, sweep: Path | None) -> None:
-    """A run; whatever happens to it, those after it have their turn."""
+    """Execute one run; those after it get their turn whatever happens to it."""
     try:
         supervise(folder)
         if sweep is not None:
             Sweep(sweep).write_table()
     except SignalException:
         raise
-    except Exception as error:  # its folder was taken away, say, or the disk is full
+    except Exception as error:  # its folder was removed, for example, or the disk is full
         print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
-        with contextlib.suppress(ConfigError):  # not even its configuration is there
+        with contextlib.suppress(ConfigError):  # even its configuration is gone
             terminate.settle(folder, reason=redacted(f"could not be run: {type(error).__name__}: {error}"))
 
 
 def main() -> None:
+    """Execute the run folders named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--sweep", type=Path, help="renew its table.csv after each run")

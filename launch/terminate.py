@@ -1,4 +1,4 @@
-"""The end of what is at work for a run on this machine."""
+"""End the processes of a run on this machine: supervisor and ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_S = 0.05
 
 
 def end(folder: Path) -> None:
-    """End the process that watches over a run and with it the ranks, forcibly if they do not listen.
+    """End the supervisor of a run and with it the ranks, forcibly if they do not react.
 
     Raises:
         ConfigError: that process is on another machine.
@@ -45,28 +45,28 @@ def end(folder: Path) -> None:
 
 
 def end_ranks(folder: Path) -> None:
-    """End what is left of a run's ranks on this machine: a moment for a last word, then by force."""
+    """End what is left of a run's ranks on this machine: LAST_WORD_S for a last event, then by force."""
     starts = [event for event in runfolder.read_events(folder) if event["kind"] == "start"]
     left = []
     for start in starts:
-        with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
             if processes.is_rank(start):
                 left.append(psutil.Process(start["pid"]))
     _end(left, LAST_WORD_S)
 
 
 def end_children() -> None:
-    """The same for the ranks that this process has started, whatever has become of their files."""
+    """End the ranks of this supervisor, whatever has become of their files."""
     _end([child for child in psutil.Process().children() if child.pid != warm.nursery()], LAST_WORD_S)
 
 
 def end_by_name(folder: Path) -> bool:
-    """End what is at work for a run or sweep, as the process table has it: also for a folder that is gone.
+    """End the processes of a run or sweep by their command lines, which works for a removed folder, too.
 
-    A launcher that has other runs to do is left alone: it goes on with those.
+    A supervisor with other runs to execute is left alone.
 
     Returns:
-        Whether there was anything.
+        Whether there were any.
     """
     watching = launchers(folder)
     _end_launchers(watching)
@@ -76,7 +76,7 @@ def end_by_name(folder: Path) -> bool:
 
 
 def launchers(folder: Path) -> list[psutil.Process]:
-    """This user's processes that watch over this run alone, or over this sweep."""
+    """This user's supervisors of this run alone, or of this sweep."""
     found = []
     for process, words in _called("launch.supervisor"):
         places = _folders(process, itertools.takewhile(lambda word: not word.startswith("--"), words))
@@ -87,7 +87,7 @@ def launchers(folder: Path) -> list[psutil.Process]:
 
 
 def _ranks(folder: Path) -> list[psutil.Process]:
-    """This user's processes that are ranks of this run alone."""
+    """This user's ranks of this run alone."""
     called = _called("vdpp_core")
     return [
         process for process, words in called if words[:1] == ["run"] and _folders(process, words[1:]) == [_real(folder)]
@@ -95,9 +95,9 @@ def _ranks(folder: Path) -> list[psutil.Process]:
 
 
 def _called(module: str) -> Iterator[tuple[psutil.Process, list[str]]]:
-    """This user's processes that are `python -m module`, and the words after that."""
+    """This user's processes `python -m module`, each with the arguments that follow."""
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
             words = process.cmdline()
             at = words.index("-m") if "-m" in words else len(words)
             is_python = bool(words) and "python" in Path(words[0]).name
@@ -111,7 +111,7 @@ def _is_own(process: psutil.Process) -> bool:
 
 
 def _folders(process: psutil.Process, words: Iterable[str]) -> list[str]:
-    """Folders as a process was called with them, by their real paths; they need not be there any more."""
+    """The real paths of folders among a process's arguments; they need not exist any more."""
     try:
         here = process.cwd()
     except psutil.Error:  # it has just ended
@@ -124,7 +124,7 @@ def _real(folder: Path) -> str:
 
 
 def _end_launchers(watching: Sequence[psutil.Process]) -> None:
-    """Each ends its ranks and settles its run; one that does not listen is killed, and they with it."""
+    """End supervisors, which end their ranks and settle; kill those that do not react, and their ranks."""
     family = [child for process in watching for child in _children(process)]
     _end(watching, STOP_PATIENCE_S)
     _end(family, LAST_WORD_S)
@@ -138,9 +138,9 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _end(targets: Sequence[psutil.Process], patience_s: float) -> None:
-    """Tell processes to end, and kill those that have not after their patience.
+    """Send SIGTERM, and SIGKILL to those that are still there after `patience_s` seconds.
 
-    They are not waited for: a child's exit code belongs to who started it, torchrun's agent.
+    Exit codes are not collected: those of ranks belong to torchrun's agent.
     """
     for process in targets:
         with contextlib.suppress(psutil.Error):

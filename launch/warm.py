@@ -212,6 +212,8 @@ def _import_all() -> None:
         os._exit(torch.cuda._is_in_bad_fork())
     if os.waitpid(trial, 0)[1] or torch.cuda.is_initialized():
         raise StartError("the imports have touched CUDA, which does not survive a fork")
+    forking.remember_pages()
+    gc.collect()
     gc.freeze()
 
 

@@ -63,9 +63,10 @@ class ForkedKernelManager(AsyncKernelManager):
 
 
 def _run_kernel(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+    os.setsid()  # Ctrl-C in the report's terminal does not reach it
     os.environ |= environment
     os.chdir(folder)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the kernel's own stderr; the notebook holds that of its cells
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the notebook holds the stderr of its cells
     signal.signal(signal.SIGINT, signal.default_int_handler)
     matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"  # too late for MPLBACKEND
     parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # with which the kernel ends

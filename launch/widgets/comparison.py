@@ -22,13 +22,14 @@ COMPARED = (
 
 
 def compare(jobs: Sequence[Job]) -> pd.DataFrame:
-    """A column for each finished run: its numbers, and those predicted from its steps before the clock started.
+    """A column for each finished run: its numbers, and those predicted from its steps before the clock started; "–"
+    where a run has none.
 
     Names and units are those of `vdpp_core.compare.tables.table`.
     """
     found = tables.table([job.folder for job in jobs]).set_index("run_id")
     known = [name for name in COMPARED if name in found and found[name].notna().any()]
-    return found[known].round(3).astype(object).T
+    return found[known].round(3).astype(object).fillna("–").T
 
 
 def timeline(jobs: Sequence[Job]) -> Figure | None:

@@ -276,7 +276,7 @@ class Panel(widgets.VBox):
         if shown != self.drawn or len(ended) < len(self.chosen):
             self.progress.value = "".join(page(job) + _failure(job) for job in self.chosen)
         if shown != self.drawn:
-            self.table.value = compare(ended).to_html(border=0, na_rep="–") if ended else ""
+            self.table.value = compare(ended).to_html(border=0) if ended else ""
             figure = timeline(ended) if ended else None
             self.picture.value = png(figure) if figure else b""
             self.picture.layout.display = None if figure else "none"

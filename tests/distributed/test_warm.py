@@ -80,10 +80,10 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def test_warm_ranks_are_as_cold_ones(
     tmp_path: Path, server: psutil.Process, doubles: Path, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ):
-    """The same latents, threads and names; the caller's folder and environment; the doubles are in force."""
+    """The same latents, threads, memory and names; the caller's folder and environment; the doubles are in force."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAID_BY", "the caller")
-    latents, looks = {}, {}
+    latents, looks, peaks = {}, {}, {}
     for way in ("cold", "warm"):
         if way == "cold":
             monkeypatch.setenv(warm.COLD, "1")
@@ -108,8 +108,10 @@ def test_warm_ranks_are_as_cold_ones(
         finish(job, wait_until)
         assert ("cold start: VDPP_COLD is set" in log_of(job)) == (way == "cold")
         assert (doubles / f"{ranks[0].pid}.jsonl").exists()
+        peaks[way] = job.result()["max_peak_memory_gb"]
         latents[way] = [saved_latents.load_latents(job.folder, sample) for sample in range(3)]
     assert looks["warm"] == looks["cold"]
+    assert peaks["warm"] == pytest.approx(peaks["cold"], abs=0.004)
     assert all(map(torch.equal, latents["warm"], latents["cold"]))
 
 
@@ -153,7 +155,7 @@ def test_a_killed_server_is_replaced_by_one_however_many_start(
 
 
 def test_a_run_outlives_the_server(tmp_path: Path, server: psutil.Process, wait_until: WaitUntil):
-    job = launch.start(SHORT.replace(output_dir=tmp_path / "run", num_samples=300))
+    job = launch.start(SHORT.replace(output_dir=tmp_path / "run", num_samples=50, total_steps=20, threads=1))
     wait_until(lambda: runfolder.read_events(job.folder), 60)
     server.kill()
     finish(job, wait_until)

@@ -17,7 +17,7 @@ from tests.notebooks.conftest import NOTEBOOKS, PREDICTING, SMALL, assert_render
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.plots import plan_overview
-from vdpp_core.predict import accuracy, rates
+from vdpp_core.predict import accuracy, published, rates
 from vdpp_core.runs import runfolder
 
 NOTEBOOKS_OF = {path.stem: path for path in NOTEBOOKS}
@@ -111,12 +111,12 @@ def test_the_planner_says_so_where_all_runs_were_disturbed(tmp_path: Path, monke
     stopped = [launch.Job(write_run(tmp_path, name, short, 0.1, stopped_s=20.0)) for name in "ab"]
     stub = SimpleNamespace(sweep=lambda _: SimpleNamespace(jobs=stopped), watch=lambda _: None)
     cells = [cell.source for cell in read(NOTEBOOKS_OF["04_planner"]).cells]
-    compare = next(number for number, source in enumerate(cells) if "checks.among(" in source)
-    names = {"launch": stub, "checks": accuracy, "runfolder": runfolder, "planner_plots": plan_overview}
+    compare = next(number for number, source in enumerate(cells) if "accuracy.among(" in source)
+    names = {"launch": stub, "accuracy": accuracy, "runfolder": runfolder, "plan_overview": plan_overview}
     names |= {"tables": tables, "RunConfig": RunConfig, "Parallel": Parallel}
     for source in cells[compare : compare + 2]:
         exec(source, names)
-    assert capsys.readouterr().out.startswith("No two undisturbed runs of one kind are here: ")
+    assert capsys.readouterr().out.startswith("There are no two undisturbed runs of one kind: ")
     assert names["figure"] is None
 
 
@@ -125,11 +125,12 @@ def test_the_planner_takes_no_disturbed_run_to_calibrate_on(tmp_path: Path, monk
     short = RunConfig(num_samples=2, total_steps=3, device="cpu", parallel=Parallel())
     write_run(tmp_path, "stopped", short, 0.1, stopped_s=20.0)
     source = next(cell.source for cell in read(NOTEBOOKS_OF["04_planner"]).cells if "rates.from_run(" in cell.source)
-    names = {"launch": launch, "checks": accuracy, "rates": rates, "RunConfig": RunConfig, "ConfigError": ConfigError}
+    names = {"launch": launch, "accuracy": accuracy, "published": published, "rates": rates}
+    names |= {"RunConfig": RunConfig, "ConfigError": ConfigError}
     exec(source, names | {"CALIBRATE": "stopped", "MODEL": "svd"})
     said = capsys.readouterr().out
     assert "was disturbed: rank 0 took 20.1 s at sample 1, step 2" in said
-    assert "The published row is taken instead.\n" in said
+    assert "The published row is used instead.\n" in said
     assert "one A5000 at 14 × 72 × 128" in said
 
 

@@ -217,7 +217,9 @@ def test_a_run_folder_is_run_once(tmp_path, capsys):
         ("benchmark --device cpu --backend nccl", "--backend nccl: "),
         ("benchmark --output-dir file/run", "--output-dir "),
         ("run", "FOLDER"),
-        ("run nowhere", "nowhere"),
+        ("run nowhere", "FOLDER nowhere: must be a run folder"),
+        ("benchmark --frames 2", "--frames 2: needs 2 ranks: add --world-size 2"),
+        ("generate --image=", "--image '': must be a path"),
     ],
 )
 def test_a_mistake_in_this_process(line, said, tmp_path, monkeypatch, capsys):
@@ -227,3 +229,16 @@ def test_a_mistake_in_this_process(line, said, tmp_path, monkeypatch, capsys):
         main(line.split())
     assert caught.value.code == 2
     assert_one_line(said, *capsys.readouterr(), tmp_path)
+
+
+def test_both_spellings_of_a_flag():
+    assert parse("benchmark --total_steps 3 --no_save_latents") == parse("benchmark --total-steps 3 --no-save-latents")
+
+
+@pytest.mark.parametrize("line", ["--help", "benchmark --help", "plan --help"])
+def test_help_needs_no_diffusers(line):
+    script = f"import sys; sys.argv[1:] = {line.split()}\nfrom vdpp_core.__main__ import main\ntry: main()\n"
+    script += "except SystemExit: sys.exit('diffusers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: python -m vdpp_core")

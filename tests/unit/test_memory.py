@@ -223,9 +223,16 @@ def test_the_command(capsys):
         "dp 7 × fsdp",
         "20.465 GB per rank",
         "down_blocks.2.attentions.0, 0.201 GB",
-        "fits in 25.43 GB",
+        "the steps fit in 25.43 GB (23.68 GiB), but decoding",
     ):
         assert words in said
+
+
+def test_the_verdict_counts_the_decoding(capsys):
+    main(["memory", "--model", "svd", "--capacity-gib", "9", "--decode-chunk-size", "14"])
+    said = capsys.readouterr().out
+    assert "the steps fit in 9.66 GB (9 GiB), but decoding 14 frames at a time does not: the steps need" in said
+    assert "decoding would fit with" in said
 
 
 def test_the_command_for_programs(capsys):

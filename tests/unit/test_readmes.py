@@ -164,7 +164,8 @@ def help_of(module, *path):
         try:
             MAINS[module]([*path, "--help"])
         except SystemExit as end:
-            return None if end.code else printed.getvalue()
+            usage = f"usage: python -m {' '.join([module, *path])} "  # of an unknown command it is that of the others
+            return printed.getvalue() if not end.code and printed.getvalue().startswith(usage) else None
     return None
 
 

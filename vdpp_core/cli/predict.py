@@ -95,11 +95,14 @@ def _verdict(facts: dict[str, Any], chunk: int) -> list[str]:
     """Whether the steps and the decoding fit, in one line; then what would help."""
     smaller = facts["decode_chunk_size_that_fits"] if facts["decoding_peak_gb"] else chunk
     device = f"{facts['capacity_gib'] * GIB / 1e9:.2f} GB ({facts['capacity_gib']:g} GiB)"
-    steps = f"the steps need {facts['needed_gib'] * GIB / 1e9:.2f} GB, allowances included"
-    if smaller != chunk:
-        steps += f"; decoding {chunk} frames at a time does not fit"
-    fits = facts["fits"] and smaller == chunk
-    lines = [f"{'fits' if fits else 'does not fit'} in {device}: {steps}"]
+    decoding = f"decoding {chunk} frames at a time"
+    if smaller == chunk:
+        verdict = f"{'fits' if facts['fits'] else 'does not fit'} in {device}"
+    elif facts["fits"]:
+        verdict = f"the steps fit in {device}, but {decoding} does not"
+    else:
+        verdict = f"neither the steps nor {decoding} fit in {device}"
+    lines = [f"{verdict}: the steps need {facts['needed_gib'] * GIB / 1e9:.2f} GB, allowances included"]
     lines += [f"the steps would fit with {remedy}" for remedy in facts["remedies"]]
     if not facts["fits"] and not facts["remedies"]:
         lines.append("no single change would make the steps fit")

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar, cast, dataclass_transform
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, dataclasses, validate_call
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-Class = TypeVar("Class", bound=type)
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 MOST_SHOWN = 200  # characters of a value
 _SECRETS = [  # pattern, and what is kept of a match
@@ -56,7 +50,8 @@ def in_one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in plain)
 
 
-def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
+def first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
+    """The first of pydantic's errors as one ConfigError; `data` are the arguments by name."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
@@ -68,41 +63,6 @@ def _first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
     return ConfigError(argument, data.get(argument), allowed.replace("Input should", "must"))
 
 
-_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
-
-
-def checked(function: Function) -> Function:
-    """Check a function's arguments against their annotations, strictly; a wrong one raises ConfigError."""
-    validated, signature = validate_call(config={**_STRICT, "defer_build": True})(function), inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        try:
-            return validated(**given)
-        except ValidationError as error:
-            raise _first_error(error, given) from None
-
-    return cast(Function, call)
-
-
-@dataclass_transform(frozen_default=True)
-def checked_dataclass(plain: Class) -> Class:
-    """Make a frozen dataclass that checks its fields against their annotations, as `checked` does for a function."""
-    made: Any = dataclasses.dataclass(frozen=True, config=_STRICT)(plain)
-    validated, signature = made.__init__, inspect.signature(made)
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        try:
-            validated(self, **given)
-        except ValidationError as error:
-            raise _first_error(error, given) from None
-
-    made.__init__ = init
-    return cast(Class, made)
-
-
 class Frozen(BaseModel):
     """A frozen pydantic model whose constructor reports bad input as a ConfigError."""
 
@@ -112,4 +72,4 @@ class Frozen(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise _first_error(error, data) from None
+            raise first_error(error, data) from None

@@ -1,9 +1,9 @@
-"""torchrun for the ranks of one machine, out of reach of others.
+"""torchrun for the ranks of one machine, out of reach of other machines.
 
     python -m vdpp_core.parallel.loopback --nproc_per_node=N -m …
 
-torchrun's own store listens on every interface, whatever address it is told; only a socket that is bound already can
-keep it from that. Somebody who calls torchrun himself, or needs several machines, has torchrun's.
+torchrun's own store listens on every interface, whatever address it is given; only a socket that is already bound
+prevents that. Users who call torchrun themselves, or need several machines, get torchrun's own rendezvous.
 """
 
 from __future__ import annotations

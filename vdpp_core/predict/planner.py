@@ -238,7 +238,11 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
         words.append("each rank runs one guidance pass")
     if layout.lockstep > 1:
         link, step = known.link, rates.seconds(cost, rates.shared(config, known))
-        words.append(f"exchanges take {link.seconds(sum(cost.sent.values()), cost.exchanges) / step:.0%} of a step")
+        share = link.seconds(sum(cost.sent.values()), cost.exchanges) / step
+        known_link = math.isfinite(link.bytes_per_s)
+        words.append(
+            f"exchanges take {share:.0%} of a step" if known_link else "exchanges not counted: link not measured"
+        )
     if layout.pp > 1:
         words.append(f"the longest stage takes {planned.occupied.max():.3g} s, latency as on one GPU")
     if (together := min(layout.dp, config.num_samples)) > 1:

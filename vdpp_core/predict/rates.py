@@ -16,11 +16,12 @@ from numpy.typing import ArrayLike
 from pydantic import Field
 
 from vdpp_core.config import RunConfig
-from vdpp_core.config.errors import ConfigError, checked_dataclass
+from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import costs, schedule
+from vdpp_core.predict.arguments import checked_dataclass
 from vdpp_core.predict.costs import Cost
 from vdpp_core.predict.schedule import Schedule, Seconds
 from vdpp_core.runs import disturbed, files, machine, other_runs, results, runfolder

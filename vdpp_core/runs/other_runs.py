@@ -12,8 +12,10 @@ from vdpp_core.config.execution import Execution
 
 
 def in_the_way(own: Execution) -> int:
-    """Ranks of other runs that a run takes turns with on this machine: none where there are cores for
-    all of them, or GPUs."""
+    """Count the ranks of other runs that a run shares the cores of this machine with.
+
+    None where there are cores for all of them, or where it runs on GPUs.
+    """
     if own.device_type != "cpu":
         return 0
     others = ranks_at_work()
@@ -21,16 +23,17 @@ def in_the_way(own: Execution) -> int:
 
 
 def ranks_of_other_runs(number: int) -> str:
+    """Say how many ranks of other runs there are."""
     return "1 rank of another run" if number == 1 else f"{number} ranks of other runs"
 
 
 def ranks_at_work() -> int:
-    """Ranks of other runs, of this user or another, that share cores with this process."""
+    """Count the ranks of other runs, of any user, that share cores with this process."""
     ranks = (process for process in psutil.process_iter(["cmdline"]) if _is_rank(process.info["cmdline"] or []))
-    return sum(map(_is_in_company, ranks))
+    return sum(map(_shares_cores, ranks))
 
 
-def _is_in_company(process: psutil.Process) -> bool:
+def _shares_cores(process: psutil.Process) -> bool:
     """Whether a rank belongs to another run than this process and may use a core that this one may use."""
     try:
         if process.pid == os.getpid() or not execution.cores_of(psutil.Process()) & execution.cores_of(process):
@@ -44,11 +47,11 @@ def _is_in_company(process: psutil.Process) -> bool:
 
 
 def _meeting_place(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """What the ranks of one run, and no others, have in common; None outside of torchrun."""
+    """The address that only the ranks of one run share; None outside torchrun."""
     found = tuple(environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
     return found if environment.get("MASTER_PORT") else None
 
 
 def _is_rank(command: list[str]) -> bool:
-    """Whether a process is one, and not the torchrun that started it, which also has its command among its words."""
+    """Whether this is the command of a rank, and not of the torchrun that started it, which contains a rank's."""
     return "-m" in command and command[command.index("-m") + 1 :][:1] == ["vdpp_core"]
