@@ -1,4 +1,4 @@
-"""What people pass in is checked when an object is made; what is wrong comes as one line."""
+"""Bad input, reported in one line that names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 MOST_SHOWN = 200  # characters of a value
-_SECRETS = [  # and what of them is kept
-    (re.compile(r"hf_\w{16,}"), ""),  # a token of the hub
-    # of an address the user and password; of its two slashes a Path has lost one
+_SECRETS = [  # pattern, and what is kept of a match
+    (re.compile(r"hf_\w{16,}"), ""),  # a Hugging Face token
+    # user and password of a URL, of whose two slashes a Path has lost one
     (re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=:/)[^/\s]+(?=@)"), ""),
     (re.compile(r"(?i)([?&][\w.-]*(?:token|secret|signature|sig|credential|password|key)=)[^&\s'\"]+"), r"\1"),
     (re.compile(r"(?i)(\b(?:bearer|basic) )[\w.~+/-]{8,}=*"), r"\1"),
@@ -32,20 +32,20 @@ class ConfigError(ValueError):
 def _shown(value: Any) -> str:
     try:
         text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    except ValueError:  # what Python says of more digits than it writes
+    except ValueError:  # an integer with more digits than Python converts
         text = "with a number of thousands of digits"
     return in_one_line(text)[:MOST_SHOWN] or "''"
 
 
 def redacted(text: str) -> str:
-    """Text without the tokens and passwords in it: what is printed, written to a file or shown goes through here."""
+    """Remove tokens and passwords from a text. Everything printed, written to a file or shown goes through here."""
     for secret, kept in _SECRETS:
         text = secret.sub(f"{kept}…", text)
     return text
 
 
 def in_one_line(text: str) -> str:
-    """Text as it can be printed anywhere: white space is a blank, no terminal obeys it, and it gives no secret away."""
+    """Make a text safe to print anywhere: on one line, without control characters and secrets."""
     plain = redacted(" ".join(text.split()))
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in plain)
 
@@ -64,6 +64,8 @@ def first_error(error: ValidationError, data: dict[str, Any]) -> ConfigError:
 
 
 class Frozen(BaseModel):
+    """A frozen pydantic model whose constructor reports bad input as a ConfigError."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, /, **data: Any) -> None:

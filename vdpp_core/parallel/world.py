@@ -82,7 +82,7 @@ def communication(peer: int | str = "unknown") -> Iterator[None]:
     """Report failures inside as a lost rank, `peer` where it is known.
 
     Two kinds of failure are this rank's own and pass through: a lack of memory, and an earlier error of its accelerator
-    that only shows when somebody waits for it.
+    that only shows at a later synchronisation.
 
     Raises:
         LostRankError: anything else went wrong.
