@@ -18,7 +18,7 @@ from vdpp_core.config.execution import resolve
 from vdpp_core.predict import rates
 from vdpp_core.runs import files, machine
 
-_COMMAND = ["vdpp_core.parallel.loopback", "--nproc_per_node=2", "-m", "vdpp_core.compare.link_probe"]
+_COMMAND = ["vdpp_core.cli.loopback", "--nproc_per_node=2", "-m", "vdpp_core.compare.link_probe"]
 
 
 def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:

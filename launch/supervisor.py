@@ -30,9 +30,9 @@ from launch.machines.coordinator import Others
 from launch.machines.nodes import Nodes
 from launch.sweep import Sweep
 from launch.terminate import end_children
+from vdpp_core.cli import loopback
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, redacted
-from vdpp_core.parallel import loopback
 from vdpp_core.predict import memory
 from vdpp_core.runs import events, runfolder, stalls
 from vdpp_core.runs.files import Place

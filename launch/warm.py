@@ -48,9 +48,9 @@ _MAINS = {  # what can be forked, and the module whose `main` it is
     "launch.supervisor": "launch.supervisor",
     "vdpp_core": "vdpp_core.__main__",
     "vdpp_core.compare.link_probe": "vdpp_core.compare.link_probe",
-    "vdpp_core.parallel.loopback": "vdpp_core.parallel.loopback",
+    "vdpp_core.cli.loopback": "vdpp_core.cli.loopback",
 }
-_AGENTS = ("launch.supervisor", "vdpp_core.parallel.loopback")  # those that start others
+_AGENTS = ("launch.supervisor", "vdpp_core.cli.loopback")  # those that start others
 _IMPORTED = [
     *_MAINS.values(),
     "diffusers.models.unets.unet_spatio_temporal_condition",

@@ -16,9 +16,9 @@ from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.engine import worker
 from vdpp_core.predict import accuracy, costs, published, rates
-from vdpp_core.predict.rates import Link, Rates
+from vdpp_core.predict.rates import Link, Rates, others_busy
 from vdpp_core.runs import other_runs, results, runfolder
-from vdpp_core.runs.metrics import Span, others_busy
+from vdpp_core.runs.metrics import Span
 from vdpp_core.runs.run import Run
 
 PUBLISHED = published.figures()

@@ -80,7 +80,7 @@ def how_many(world_size: str | None, ranks: Ranks, alone: int) -> tuple[int, int
 
 def become_torchrun(ranks: int, argv: Sequence[str]) -> None:
     """Replace this process by torchrun's agent, which starts the same command on every rank."""
-    torchrun = ["-m", "vdpp_core.parallel.loopback", f"--nproc_per_node={ranks}"]
+    torchrun = ["-m", "vdpp_core.cli.loopback", f"--nproc_per_node={ranks}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "vdpp_core", *argv])
 
 

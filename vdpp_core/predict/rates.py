@@ -26,7 +26,7 @@ from vdpp_core.predict.costs import Cost
 from vdpp_core.predict.schedule import Schedule, Seconds
 from vdpp_core.runs import disturbed, files, machine, other_runs, results, runfolder
 from vdpp_core.runs.kinds import Event
-from vdpp_core.runs.metrics import Array, others_busy
+from vdpp_core.runs.metrics import Array, Span
 from vdpp_core.runs.run import Run
 
 HICCUP = 3  # times the median of a rank's steps
@@ -247,6 +247,18 @@ def finished(folder: Path, though_disturbed: bool = False) -> tuple[RunConfig, d
         words = error.allowed if isinstance(error, ConfigError) else f"must be a whole run folder ({error!r})"
         raise ConfigError("calibrate", folder, words) from None
     return config, result
+
+
+def others_busy(spans: Sequence[Span]) -> Array:
+    """(spans,) how many other ranks were busy during each span, on average. A rank has one span at a time."""
+    start, end = (np.array([getattr(span, name) for span in spans]) for name in ("start", "end"))
+    times = np.concatenate([start, end])
+    order = np.argsort(times)
+    busy = np.cumsum(np.repeat([1.0, -1.0], len(spans))[order])
+    done = np.append(0.0, np.cumsum(busy[:-1] * np.diff(times[order])))  # seconds of work of all ranks until then
+    until = np.empty_like(done)
+    until[order] = done
+    return (until[len(spans) :] - until[: len(spans)]) / (end - start) - 1
 
 
 def _mean_step(each: Array, sizes: Array) -> float:

@@ -99,15 +99,3 @@ def numbers_of(
         "utilisation_per_rank": utilisation.tolist(),
         "bubble": 1 - float(utilisation.mean()),
     }
-
-
-def others_busy(spans: Sequence[Span]) -> Array:
-    """(spans,) how many other ranks were busy during each span, on average. A rank has one span at a time."""
-    start, end = (np.array([getattr(span, name) for span in spans]) for name in ("start", "end"))
-    times = np.concatenate([start, end])
-    order = np.argsort(times)
-    busy = np.cumsum(np.repeat([1.0, -1.0], len(spans))[order])
-    done = np.append(0.0, np.cumsum(busy[:-1] * np.diff(times[order])))  # seconds of work of all ranks until then
-    until = np.empty_like(done)
-    until[order] = done
-    return (until[len(spans) :] - until[: len(spans)]) / (end - start) - 1
