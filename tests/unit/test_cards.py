@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.widgets.predictions import Foreteller
+from launch.widgets.predictions import Predictions
 from tests.doubles.cards import A100, A5000, GIB, T4, Card, faked, from_environment
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
@@ -173,7 +173,7 @@ def test_a_run_that_only_the_smallest_card_has_no_room_for() -> None:
 def test_the_panel_counts_what_is_outside_a_limit_on_both_sides() -> None:
     config = RunConfig(device="cuda", parallel=Parallel(pp=2), memory_limit_gib=2)
     with faked(A5000, A5000):
-        page = Foreteller().page(config, [])
+        page = Predictions().page(config, [])
         needed, there = memory.needed(config), 2 * GIB + memory.outside(config)
     assert f"{needed / 1e9:.3g} of {there / 1e9:.3g} GB" in page
 
