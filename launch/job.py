@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch import warm
+from launch import resuming, warm
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
+from launch.progress import progress
 from launch.terminate import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers, settle
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
@@ -21,10 +22,9 @@ from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import checks
 from vdpp_core.plots import perfetto
 from vdpp_core.predict import memory
-from vdpp_core.runs import processes, results, resuming, runfolder
+from vdpp_core.runs import processes, results, runfolder
 from vdpp_core.runs.events import Follower
 from vdpp_core.runs.kinds import Start
-from vdpp_core.runs.progress import progress
 from vdpp_core.runs.run import Run
 
 if TYPE_CHECKING:

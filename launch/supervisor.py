@@ -48,6 +48,7 @@ class Watchdog(threading.Thread):
     def __init__(self, folder: Path, place: Place, leave: Callable[[], None]) -> None:
         super().__init__(daemon=True)
         self.watchdog, self.place, self.leave = stalls.Watchdog(Run(folder)), place, leave
+        self.named: int | None = None  # the rank that was reported last
         self.stalled: dict[int, str] = {}
         self.over = threading.Event()
 
@@ -64,7 +65,8 @@ class Watchdog(threading.Thread):
         if ended_badly:
             end_children()
         elif ended_badly is None and (stall := self.watchdog.look()):
-            if self.watchdog.is_new(stall):
+            if stall.rank != self.named:
+                self.named = stall.rank
                 print(f"{time.strftime('%H:%M:%S')} {stall}", flush=True)
             if stall.ends_run:
                 self.stalled = {stall.rank: stall.cause}

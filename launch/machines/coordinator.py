@@ -28,9 +28,10 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
+from launch.machines.silence import Silence, awaited
 from launch.terminate import end_children, settle
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import files, processes, runfolder, stalls
+from vdpp_core.runs import files, processes, runfolder
 from vdpp_core.runs.events import now
 from vdpp_core.runs.kinds import Start
 from vdpp_core.runs.run import Run
@@ -123,17 +124,17 @@ class Others(threading.Thread):
     def _act(self) -> None:
         """End this machine's ranks when another machine is silent or has ended badly; end this process when torchrun's
         agent does not return after its ranks have ended."""
-        watchdog = stalls.Watchdog(self.this_run)
+        silence = Silence(self.this_run.config.timeout_s)
         ranks_ended: float | None = None
         while not self.over.wait(PERIOD_S):
-            silence = watchdog.silent_machine_s([heard for _, heard in list(self.beats.values())])
-            if silence is not None and not self.stalled:
-                self.stalled = stalls.awaited(self.this_run, silence, certain=True)
-                self.end_here(f"nothing was heard of another machine for {silence:.0f} s (timeout_s)")
-            if watchdog.has_waited(self.ended_elsewhere):
+            silent_s = silence.fatal_s([heard for _, heard in list(self.beats.values())])
+            if silent_s is not None and not self.stalled:
+                self.stalled = awaited(self.this_run, silent_s, certain=True)
+                self.end_here(f"nothing was heard of another machine for {silent_s:.0f} s (timeout_s)")
+            if silence.has_waited(self.ended_elsewhere):
                 self.end_here("another machine could not go on")
             ranks_ended = (ranks_ended or now()) if self._ranks_have_ended() else None
-            if watchdog.has_waited(ranks_ended, AGENT_PATIENCE_S):
+            if silence.has_waited(ranks_ended, AGENT_PATIENCE_S):
                 settle(self.this_run, self.stalled, reason=self.reason)
                 os._exit(1)
 

@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from launch import resuming
 from launch.__main__ import main
 from launch.job import Job
 from launch.machines.coordinator import Others
 from launch.machines.nodes import Nodes
+from launch.machines.silence import awaited
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
-from vdpp_core.runs import files, origin, processes, results, resuming, runfolder, stalls
+from vdpp_core.runs import files, origin, processes, results, runfolder
 from vdpp_core.runs.run import Run
 
 JOB = sys.modules["launch.job"]
@@ -250,13 +252,13 @@ def test_who_waits_for_another_machine(
         start = START | {"host": HERE}
         take = {"sample": facts.get("sample", 0)}
         write_events(folder, rank, (0.0, "start", start), (1.0, "take", take), (2.0, kind, {"seconds": 0.0} | facts))
-    named = stalls.awaited(Run(folder), 7.0)
+    named = awaited(Run(folder), 7.0)
     assert named.keys() == blamed.keys()
     for rank, words in named.items():
         assert "nothing was heard of it for 7 s" in words
         assert blamed[rank] in words
-    assert stalls.awaited(Run(folder), 7.0, certain=True).keys() <= set(range(parallel.world_size)) - {last[0][0]}
-    assert stalls.awaited(Run(folder), 7.0, certain=True)
+    assert awaited(Run(folder), 7.0, certain=True).keys() <= set(range(parallel.world_size)) - {last[0][0]}
+    assert awaited(Run(folder), 7.0, certain=True)
 
 
 def test_clocks_of_machines_may_differ(tmp_path: Path, write_events):
@@ -288,7 +290,7 @@ def test_no_machine_is_given_up_for_the_time_in_which_this_one_stood_still(freez
         return bool(given_up) or looks > 100
 
     monkeypatch.setattr("launch.machines.coordinator.now", lambda: t)
-    monkeypatch.setattr(stalls, "now", lambda: t)
+    monkeypatch.setattr("launch.machines.silence.now", lambda: t)
     monkeypatch.setattr(others.over, "wait", wait)
     monkeypatch.setattr(others, "end_here", lambda _: given_up.append(looks))
     others._act()

@@ -6,13 +6,14 @@ import pytest
 import torch
 from PIL import Image
 
+from launch import resuming
 from vdpp_core import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.fields import MODELS
 from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import worker
-from vdpp_core.runs import files, origin, results, resuming, runfolder, saved_latents
+from vdpp_core.runs import files, origin, results, runfolder, saved_latents
 from vdpp_core.runs.run import Run
 
 DUMMY = {"model": "dummy", "total_steps": 4, "num_samples": 3, "latent_shape": (1, 4, 2, 8, 8), "threads": 1}

@@ -10,11 +10,12 @@ import sys
 import psutil
 import pytest
 
+from launch import progress
 from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.predict import schedule
-from vdpp_core.runs import kinds, processes, progress, results, runfolder
+from vdpp_core.runs import kinds, processes, results, runfolder
 from vdpp_core.runs.run import Run
 
 FACTS = {"device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}

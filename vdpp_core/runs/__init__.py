@@ -1,1 +1,1 @@
-"""What a run leaves: its folder, events, results and metrics; how to read, resume and watch it."""
+"""What a run leaves: its folder, events, results and metrics; how to read it, and which ranks have stalled."""

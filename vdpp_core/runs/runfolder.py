@@ -11,7 +11,7 @@ predicted.json   the predicted peak memory of a rank, by the launcher
 result.json      last, atomically, by rank 0; after a failure by the launcher or a surviving rank
 job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
 logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
-todo.json        of a resumed run: what this attempt has to do (resuming.py)
+todo.json        of a resumed run: what this attempt has to do (launch/resuming.py)
 attempts/N/      of a resumed run: events/, logs/, result.json, job*.json and todo.json of attempt N, which ended early,
                  and those of its latents/ and videos/ that are made again
 .resuming        locked while the run is being resumed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -185,7 +185,7 @@ def _step_s(own: Sequence[Event]) -> float:
 
 
 class Watchdog:
-    """Decides for one watcher of a run: who is stalled, when that is new, and when the run is over.
+    """Decides for one watcher of a run: who is stalled, and when the run is over.
 
     A watcher asks every PERIOD_S. Reading is rare enough to take no time from the ranks, and little is kept.
     """
@@ -194,7 +194,6 @@ class Watchdog:
         self.run, self.work, self.follower = run, run.work, Follower(run.folder)
         self.logs: dict[int, list[Event]] = defaultdict(list)
         self.next_look, self.still = 0.0, Standstills()
-        self.named: int | None = None
 
     def events(self) -> list[Event]:
         """What `look` needs, sorted by time: of each rank the start, the clock and the latest events."""
@@ -220,55 +219,9 @@ class Watchdog:
         stall = self.look(self.run.config.timeout_s)
         return stall if stall and stall.ends_run else None
 
-    def is_new(self, stall: Stall) -> bool:
-        """Whether a stall has not been reported yet."""
-        before, self.named = self.named, stall.rank
-        return before != stall.rank
-
     def ended_badly(self) -> bool | None:
         """Whether a rank has ended badly and the others have had time for their last words; None where none has."""
         events = self.events()
         if not any(isinstance(event, kinds.BadEnd) for event in events):
             return None
         return now() - events[-1].t > LAST_WORDS_S
-
-    def silent_machine_s(self, heard: Iterable[float]) -> float | None:
-        """Seconds of silence of another machine that end the run; None while there is none.
-
-        Args:
-            heard: when each machine was last heard, as `events.now`.
-        """
-        at, patience = now(), max(self.run.config.timeout_s, 10 * PERIOD_S)
-        self.still.look(at, forget=at - 2 * patience)
-        silence = max((self.still.silence_s(each, at) for each in heard), default=0.0)
-        return silence if silence > patience else None
-
-    def has_waited(self, since: float | None, seconds: float = LAST_WORDS_S) -> bool:
-        """Whether the watcher was awake for so many seconds since a time; not where there is no such time."""
-        return since is not None and self.still.silence_s(since, now()) > seconds
-
-
-def awaited(run: Run, silence_s: float, certain: bool = False) -> dict[int, str]:
-    """A rank of another machine, or one that never started, that a rank of this one waits for -> the cause in words.
-
-    Args:
-        silence_s: seconds for which nothing was heard of the other machine.
-        certain: it is known to be silent, so its first rank is named although nobody waits for it yet.
-
-    Returns:
-        One rank; none where a rank of this machine is what the others wait for.
-    """
-    config, events = run.config, run.events()
-    here = {e.rank: e for e in events if isinstance(e, kinds.Start) and e.host == socket.gethostname()}
-    elsewhere = set(range(config.layout.world_size)) - here.keys()
-    if not elsewhere or not here or any(map(processes.is_stopped, here.values())):
-        return {}
-    words = f"nothing was heard of it for {silence_s:.0f} s (timeout_s)"
-    for rank in sorted(here):
-        own = [event for event in events if event.rank == rank and not isinstance(event, kinds.BadEnd)]
-        for other in needed(config, rank, own[-1]):
-            if other in elsewhere:
-                sample, step = position(own, config.stages()[config.layout.place(rank).stage])
-                at = "" if sample is None else f" at sample {sample}" + ("" if step is None else f", step {step}")
-                return {other: f"{words}; rank {rank} waits for it{at}"}
-    return {min(elsewhere): words} if certain else {}

@@ -1,8 +1,8 @@
 """Resuming a run that ended early, in its own folder: what is missing is computed, with the same latents.
 
-Sample m depends only on the run's origin (origin.py) and on seed + m. Saved latents are trusted only where their
-checksum matches, and kept only where they were made from what the others will be made from. The earlier attempt's
-events go to attempts/N/, together with files that are made again, and are not counted.
+Sample m depends only on the run's origin (`vdpp_core.runs.origin`) and on seed + m. Saved latents are trusted only
+where their checksum matches, and kept only where they were made from what the others will be made from. The earlier
+attempt's events go to attempts/N/, together with files that are made again, and are not counted.
 """
 
 from __future__ import annotations
