@@ -21,7 +21,7 @@ from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import checks
 from vdpp_core.plots import perfetto
-from vdpp_core.predict import memory
+from vdpp_core.predict import cores_and_disk, memory
 from vdpp_core.runs import processes, results, runfolder
 from vdpp_core.runs.events import Follower
 from vdpp_core.runs.kinds import Start
@@ -246,7 +246,7 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
     config = config.for_ranks(ranks)
     execution = checks.check(config, local_ranks=ranks)
-    for line in [*checks.before_start(config, execution), *memory.before_start(config, execution)]:
+    for line in [*cores_and_disk.before_start(config, execution), *memory.before_start(config, execution)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.create(config)
 

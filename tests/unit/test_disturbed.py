@@ -13,6 +13,7 @@ from vdpp_core.cli import show
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.engine import worker
+from vdpp_core.predict import rates
 from vdpp_core.runs import disturbed, other_runs
 from vdpp_core.runs.run import Run
 
@@ -261,14 +262,14 @@ def test_ranks_of_other_runs(seen, lines):
     assert run.reasons() == lines
     assert disturbed.other_ranks(run.events()) == max(seen)
     result = {"disturbed": lines, "other_ranks_at_work": max(seen)}
-    assert disturbed.unfit(result) is None  # such times stay as they are as long as the others are there
+    assert rates.unfit(result) is None  # such times stay as they are as long as the others are there
     slept = around(run, asleep_s=(0.0, 9.0))
-    assert disturbed.unfit(result | {"disturbed": slept.reasons()}) == "the machine slept for 9 s during the run"
+    assert rates.unfit(result | {"disturbed": slept.reasons()}) == "the machine slept for 9 s during the run"
 
 
 def test_an_old_folder_says_what_its_steps_say():
     assert disturbed.other_ranks(Rehearsal(Parallel()).events()) is None
-    assert disturbed.unfit({}) is None
+    assert rates.unfit({}) is None
 
 
 def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch):

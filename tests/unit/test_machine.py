@@ -22,6 +22,7 @@ from vdpp_core.config import execution
 from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import checks
 from vdpp_core.models import checkpoint
+from vdpp_core.predict import cores_and_disk
 from vdpp_core.runs import other_runs, runfolder
 
 
@@ -326,11 +327,11 @@ def test_runs_of_the_clone_are_kept_at_its_top(monkeypatch):
 
 
 def before_start(monkeypatch, cores, at_work, **arguments):
-    for module in (execution, checks):
+    for module in (execution, cores_and_disk):
         monkeypatch.setattr(module, "cores", lambda: cores)
     monkeypatch.setattr(other_runs, "busy_ranks", lambda: at_work)
     config = RunConfig(device="cpu", **arguments)
-    return checks.before_start(config, execution.resolve(config, config.layout.world_size))
+    return cores_and_disk.before_start(config, execution.resolve(config, config.layout.world_size))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from vdpp_core.engine import checks
 from vdpp_core.engine.limits import OutOfMemoryError
 from vdpp_core.engine.measure import keep_freed_memory
 from vdpp_core.parallel.rendezvous import Ranks, agree
-from vdpp_core.predict import memory
+from vdpp_core.predict import cores_and_disk, memory
 from vdpp_core.predict.schedule import run_times
 from vdpp_core.runs import events, runfolder
 from vdpp_core.runs.run import Run as RunRead
@@ -49,7 +49,7 @@ class NewRun(RunCommand):
         if not ranks.under_torchrun:
             runfolder.check_place(config)
         if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by the process that runs
-            arguments.warn([*checks.before_start(config, execution), *memory.before_start(config, execution)])
+            arguments.warn([*cores_and_disk.before_start(config, execution), *memory.before_start(config, execution)])
         if wanted != ranks.world_size:
             become_torchrun(wanted, argv)
         return Path(agree(ranks, lambda: str(runfolder.create(config))))

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -40,12 +42,13 @@ from vdpp_core.models.conditioning import Conditioning
 from vdpp_core.models.denoising import Denoiser
 from vdpp_core.models.images import read_image
 from vdpp_core.models.svd import load_pipeline
-from vdpp_core.parallel.rendezvous import Ranks, first_ones
+from vdpp_core.parallel.rendezvous import Ranks, store
 from vdpp_core.parallel.world import World, communication, device_of, joined
 from vdpp_core.runs import results
 from vdpp_core.runs.run import Run
 
 Denoised = tuple[dict[int, Tensor], list[float]]  # sample -> latents (B, F, C, H, W), and the seconds of each part
+POLL_S = 0.05
 WARM_UP_STEPS = 2  # of the official pipeline, as many as the engine's own; GPipe's: one of each stage on every sample
 
 
@@ -65,12 +68,32 @@ def measure(config: RunConfig, trials: Sequence[Trial], ranks: Ranks) -> None:
         _tidy(device)
         variant, run = trial.variant, Run(folder / trial.run_id)
         work = partial(_ours, run) if variant.ours else partial(peers.run, run, variant)
-        found = first_ones(ranks, variant.layout.world_size, run.id, work)
+        found = _by_first_ranks(ranks, variant.layout.world_size, run.id, work)
         if ranks.rank == 0 and found is not None:
             print(f"{number}/{len(trials)}  {variant.name}: {found['makespan_s']:.3f} s", file=sys.stderr)
             measured.append(peers_report.entry(trial) | found)
     if ranks.rank == 0:
         peers_report.write(folder, peers_report.facts(config, ranks.world_size, trials[-1].repeat + 1), measured)
+
+
+def _by_first_ranks(
+    ranks: Ranks, number: int, subject: str, work: Callable[[Ranks], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Have the first `number` ranks work as a world of their own, while the others sleep until rank 0 is done.
+
+    Unlike a barrier this needs no process group, so that the work may make one, and costs those who wait no core.
+
+    Returns:
+        The work's result on this rank; None on a rank that only waited.
+    """
+    shared, result = store(ranks), None
+    if ranks.rank < number:
+        result = work(replace(ranks, world_size=number, local_world_size=min(number, ranks.local_world_size)))
+    if ranks.rank == 0:
+        shared.set(subject, "done")
+    while not shared.check([subject]):
+        time.sleep(POLL_S)
+    return result
 
 
 def _tidy(device: torch.device) -> None:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
-from torch import nn
 
 from vdpp_core.config import RunConfig
 from vdpp_core.models import weights
-from vdpp_core.models.published import PUBLISHED, PUBLISHED_VAE
+from vdpp_core.models.published import PUBLISHED
 
 if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
@@ -25,19 +24,6 @@ def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
         return UNetSpatioTemporalConditionModel.from_config(PUBLISHED[config.model])
     architecture = UNetSpatioTemporalConditionModel.load_config(config.source, subfolder="unet")
     return UNetSpatioTemporalConditionModel.from_config(architecture)
-
-
-def vae_on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
-    """Make the VAE without weights, in the type it decodes in: fp32 where an fp16 VAE asks for that."""
-    from diffusers import AutoencoderKLTemporalDecoder
-
-    architecture = PUBLISHED_VAE
-    if config.source is not None:
-        architecture = AutoencoderKLTemporalDecoder.load_config(config.source, subfolder="vae")
-    with torch.device("meta"):
-        vae: Any = AutoencoderKLTemporalDecoder.from_config(architecture)
-    upcast = dtype == torch.float16 and vae.config.force_upcast
-    return nn.Module.to(vae, "meta", torch.float32 if upcast else dtype)
 
 
 def weights_folder(config: RunConfig, dtype: torch.dtype, part: str = "unet") -> Path:

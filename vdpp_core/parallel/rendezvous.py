@@ -7,11 +7,9 @@ import ipaddress
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import psutil
 import torch.distributed as dist
@@ -22,9 +20,6 @@ from vdpp_core.config.errors import ConfigError
 # Time limit of every group and of the store: waiting for a slow stage is normal and may take hours. A run that hangs is
 # ended by the ranks' monitors (vdpp_core/engine/monitor.py).
 PATIENCE = timedelta(days=7)
-POLL_S = 0.05
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,24 +77,6 @@ def agree(ranks: Ranks, decide: Callable[[], str], subject: str = "run folder") 
     if "error" in answer:
         raise ConfigError(*answer["error"])
     return answer["decided"]
-
-
-def first_ones(ranks: Ranks, number: int, subject: str, work: Callable[[Ranks], T]) -> T | None:
-    """Have the first `number` ranks work as a world of their own, while the others sleep until rank 0 is done.
-
-    Unlike a barrier this needs no process group, so that the work may make one, and costs those who wait no core.
-
-    Returns:
-        The work's result on this rank; None on a rank that only waited.
-    """
-    shared, result = store(ranks), None
-    if ranks.rank < number:
-        result = work(replace(ranks, world_size=number, local_world_size=min(number, ranks.local_world_size)))
-    if ranks.rank == 0:
-        shared.set(subject, "done")
-    while not shared.check([subject]):
-        time.sleep(POLL_S)
-    return result
 
 
 def address_towards(host: str, port: int) -> tuple[str, bool]:

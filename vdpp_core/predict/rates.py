@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -24,7 +24,7 @@ from vdpp_core.predict import costs, schedule
 from vdpp_core.predict.arguments import checked_dataclass
 from vdpp_core.predict.costs import Cost
 from vdpp_core.predict.schedule import Schedule, Seconds
-from vdpp_core.runs import disturbed, files, machine, other_runs, results, runfolder
+from vdpp_core.runs import files, machine, other_runs, results, runfolder
 from vdpp_core.runs.kinds import Event
 from vdpp_core.runs.metrics import Array, Span
 from vdpp_core.runs.run import Run
@@ -188,7 +188,7 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     sizes = np.array([len(steady[span.rank, span.sample]) for span in spans])
     each = np.array([fmean(steady[span.rank, span.sample] or [0.0]) for span in spans])
     step, slowdown = _step_alone(others_busy(spans), each, sizes) if on_cpu else (_mean_step(each, sizes), 0.0)
-    others, reason = result.get("other_ranks_at_work"), disturbed.unfit(result)
+    others, reason = result.get("other_ranks_at_work"), unfit(result)
     company = f" beside {other_runs.ranks_of_other_runs(others)}" if others else ""
     return Rates(
         costs.cost(config).flops / step,
@@ -236,7 +236,7 @@ def finished(folder: Path, though_disturbed: bool = False) -> tuple[RunConfig, d
             raise ConfigError("calibrate", folder, "must be a run that finished")
         if result.get("resumed"):
             raise ConfigError("calibrate", folder, "was resumed: its times are only those of its last attempt")
-        if (reason := disturbed.unfit(result)) and not though_disturbed:
+        if (reason := unfit(result)) and not though_disturbed:
             raise ConfigError("calibrate", folder, f"was disturbed: {reason}; take another run, or run it again")
         recorded = result["parallel"], result["num_samples"], result["total_steps"]
         whole = recorded == (config.layout.model_dump(), config.num_samples, config.total_steps)
@@ -247,6 +247,15 @@ def finished(folder: Path, though_disturbed: bool = False) -> tuple[RunConfig, d
         words = error.allowed if isinstance(error, ConfigError) else f"must be a whole run folder ({error!r})"
         raise ConfigError("calibrate", folder, words) from None
     return config, result
+
+
+def unfit(result: Mapping[str, Any]) -> str | None:
+    """Why the times of a result cannot be used to predict other runs; None where they can.
+
+    Ranks of other runs are not a reason: steps beside them take longer, and keep doing so while those are running.
+    """
+    lines = result.get("disturbed") or []
+    return lines[0] if len(lines) > bool(result.get("other_ranks_at_work")) else None
 
 
 def others_busy(spans: Sequence[Span]) -> Array:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.layout import Parallel
+from vdpp_core.models.published import PUBLISHED_VAE
 from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 
@@ -239,9 +240,8 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
 def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
     """Trace the decoding of one sample, chunk by chunk as in a run; of a very long video, only the beginning."""
     from vdpp_core.models.decoding import decode  # takes seconds to import
-    from vdpp_core.models.svd import vae_on_meta
 
-    pipeline: Any = SimpleNamespace(vae=vae_on_meta(config, dtype))  # all that decode_latents needs
+    pipeline: Any = SimpleNamespace(vae=_vae(config, dtype))  # all that decode_latents needs
     vae = pipeline.vae
     recorder = _Recorder(list(vae.parameters()))
     batch, channels, frames, rows, columns = config.shape
@@ -254,3 +254,16 @@ def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
         del pixels
     whole = _unit("", list(vae.parameters()))
     return Trace(whole, (whole,), events)
+
+
+def _vae(config: RunConfig, dtype: torch.dtype) -> Any:
+    """Make the VAE without weights, in the type it decodes in: fp32 where an fp16 VAE asks for that."""
+    from diffusers import AutoencoderKLTemporalDecoder
+
+    architecture = PUBLISHED_VAE
+    if config.source is not None:
+        architecture = AutoencoderKLTemporalDecoder.load_config(config.source, subfolder="vae")
+    with torch.device("meta"):
+        vae: Any = AutoencoderKLTemporalDecoder.from_config(architecture)
+    upcast = dtype == torch.float16 and vae.config.force_upcast
+    return nn.Module.to(vae, "meta", torch.float32 if upcast else dtype)

@@ -81,15 +81,6 @@ def other_ranks(events: Sequence[Event]) -> int | None:
     return max((count for count in counted if count is not None), default=None)
 
 
-def unfit(result: Mapping[str, Any]) -> str | None:
-    """Why the times of a result cannot be used to predict other runs; None where they can.
-
-    Ranks of other runs are not a reason: steps beside them take longer, and keep doing so while those are running.
-    """
-    lines = result.get("disturbed") or []
-    return lines[0] if len(lines) > bool(result.get("other_ranks_at_work")) else None
-
-
 def _slept(events: Sequence[Event]) -> dict[str | None, float]:
     """Machine -> seconds that it slept while the clock ran. The only machine of a run has no name here."""
     host = hosts(events)
