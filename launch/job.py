@@ -1,4 +1,4 @@
-"""One run as a background job. All that is known of it lies in its run folder, so any process can attach to it."""
+"""A run as a background job. It is stateless: everything comes from the run folder, so any process can attach."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEAVING_S = 10.0  # after a result, for the launchers of other machines
 
 
 class Job:
-    """A run that was started. `status`, `progress` and `tail` read its folder; nothing is kept in this object."""
+    """A run that was started, here or elsewhere; everything is read from its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_id = folder, folder.name
@@ -49,22 +49,25 @@ class Job:
         return f"Job({self.run_id!r}, {self.status()})"
 
     def status(self) -> str:
-        """starting, loading, warming up, running, decoding; or the outcome: ok, oom, failed, stopped."""
+        """Return starting, loading, warming up, running, decoding, or how it ended: ok, oom, failed, stopped."""
         return self.outcome() or progress(self.run)["phase"]
 
     def outcome(self) -> str | None:
-        """How the run ended; None while it goes on. Cheaper than `status`."""
+        """Return how the run ended; None while it is running. Cheaper than `status`."""
         result = self._settled()
         return None if result is None else result["outcome"]
 
     def progress(self) -> dict[str, Any]:
-        """samples_finished, num_samples, share (0 … 1), seconds_left, which rank is stalled, and each rank's phase,
-        sample and step."""
+        """Return how far the run is.
+
+        Keys: status, samples_finished, num_samples, share (0 to 1), seconds_left, stalled (which rank, in words), and
+        ranks with the phase, sample and step of each.
+        """
         outcome, far = self.outcome(), progress(self.run)
         return {"status": outcome or far["phase"], **far, "stalled": None if outcome else far["stalled"]}
 
     def damaged(self) -> list[str]:
-        """A line on each line of events and each file of latents that cannot be trusted."""
+        """Return one line for each damaged event and each damaged file of latents."""
         follower = Follower(self.folder)
         follower.events()
         try:
@@ -73,11 +76,11 @@ class Job:
             return [*follower.damaged, str(error)]
 
     def disturbed(self) -> list[str]:
-        """A line on each thing that disturbed the times of a run that has ended; `vdpp_core.runs.disturbed`."""
+        """Return one line for each thing that disturbed the timing of a finished run (`vdpp_core.runs.disturbed`)."""
         return (self._settled() or {}).get("disturbed") or []
 
     def tail(self, rank: int = 0, lines: int = 20) -> str:
-        """The last lines that a rank wrote to stdout and stderr."""
+        """Return the last lines that a rank wrote to stdout and stderr."""
         written: list[str] = []
         for stream in ("stdout", "stderr"):
             for path in sorted(self.folder.glob(f"{self.run.logs_of(rank)}/{stream}.log")):
@@ -85,32 +88,34 @@ class Job:
         return "\n".join(written[-lines:])
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """The result, once there is one.
+        """Wait for the run to end and return its result.
 
         Raises:
-            TimeoutError: the run goes on after `timeout` seconds; it is not stopped.
+            TimeoutError: the run is still running after `timeout` seconds; it is not stopped.
         """
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (result := self._settled()) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.run_id} goes on after {timeout:g} s: {self.status()}")
+                raise TimeoutError(f"{self.run_id} is still running after {timeout:g} s: {self.status()}")
             time.sleep(POLL_S)
         return result
 
     def stop(self) -> dict[str, Any]:
-        """End the run; samples that are finished stay. Returns the result, also of a run that had ended before.
+        """End the run, keep its finished samples, and return the result; that of a run that ended earlier as it is.
 
-        Of a run whose folder is gone, or whose config.json is damaged, no result is written.
+        No result is written where the folder is gone or config.json is damaged.
 
         Raises:
-            ConfigError: somebody else started it, here or on another machine, and has to end it there.
+            ConfigError: it was started by hand or on another machine, and has to be stopped there.
         """
         if not self.folder.is_dir():
             end_by_name(self.folder)
         if (result := self._settled()) is not None:
             return result
         if self.run.launcher() is None and not launchers(self.folder) and self._ranks():
-            raise ConfigError("run", self.run_id, "was started by hand: end it there, with Ctrl-C or the kernel's stop")
+            raise ConfigError(
+                "run", self.run_id, "was started by hand: stop it there, with Ctrl-C or by stopping the kernel"
+            )
         end(self.folder)
         try:
             return settle(self.run, reason="stopped")
@@ -118,13 +123,13 @@ class Job:
             return {"run_id": self.run_id, "outcome": "stopped"}
 
     def resume(self, nodes: Nodes | None = None) -> Job:
-        """Compute what is missing of a run that has ended, in its own folder, and return at once.
+        """Compute what is missing from a run that has ended, in its own folder, and return at once.
 
-        With `nodes`, do this machine's part of it, as each of them does, in a folder that they share. The one at the
-        endpoint takes the run up; the others wait for that.
+        With `nodes`, every machine calls this on the folder that they share. The machine at the endpoint resumes the
+        run, and the others wait until it has.
 
         Raises:
-            ConfigError: it goes on, nothing is missing, or this machine would compute other latents.
+            ConfigError: the run has not ended, nothing is missing, or this machine would compute other latents.
         """
         config = self.run.config
         local_ranks = config.layout.world_size if nodes is None else nodes.share_of(config)
@@ -134,13 +139,11 @@ class Job:
         self._check_ended()
         checks.check(config, local_ranks)
         with resuming.lock(self.run):
-            self._check_ended()  # nobody took it up meanwhile
-            deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher sees to the result after the ranks did
-            while self._is_watched_over():
+            self._check_ended()  # nobody has resumed it meanwhile
+            deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher settles the result after the ranks
+            while self._has_launcher():
                 if time.monotonic() > deadline:
-                    raise ConfigError(
-                        "run", self.run_id, "is watched over: wait until its launcher, or sweep, has ended"
-                    )
+                    raise ConfigError("run", self.run_id, "its launcher or sweep has not ended yet: wait, then resume")
                 time.sleep(POLL_S)
             for line in resuming.begin(self.run, asdict(nodes) if nodes else None):
                 warnings.warn(line, stacklevel=2)
@@ -149,12 +152,12 @@ class Job:
 
     def _check_ended(self) -> None:
         if self.outcome() is None:
-            raise self._goes_on()
+            raise self._not_ended()
 
-    def _goes_on(self) -> ConfigError:
-        return ConfigError("run", self.run_id, f"goes on ({self.status()}): it can be resumed when it has ended")
+    def _not_ended(self) -> ConfigError:
+        return ConfigError("run", self.run_id, f"has not ended ({self.status()}): wait, or stop it, then resume")
 
-    def _is_watched_over(self) -> bool:
+    def _has_launcher(self) -> bool:
         """Whether a launcher may still write to the folder of a run that has ended."""
         launcher = self.run.launcher()
         if launcher is None or launcher["host"] == socket.gethostname():
@@ -162,28 +165,28 @@ class Job:
         return time.time() - (self.folder / "result.json").stat().st_mtime < LEAVING_S
 
     def _join(self, config: RunConfig, nodes: Nodes) -> None:
-        """Take part in a run that the machine at the endpoint takes up, as soon as it does."""
+        """Join a run as soon as the machine at the endpoint has resumed it."""
         checks.check(config, local_ranks=nodes.nproc)
         resuming.as_before(self.run)
-        deadline, taken_up = None, partial(resuming.is_resumed, self.run, asdict(nodes))
-        while not taken_up():
-            if self.outcome() is None and not taken_up():  # asked once more: it may have been taken up in between
-                raise self._goes_on()
+        deadline, is_resumed = None, partial(resuming.is_resumed, self.run, asdict(nodes))
+        while not is_resumed():
+            if self.outcome() is None and not is_resumed():  # again: it may just have been resumed
+                raise self._not_ended()
             if deadline is None:
-                warnings.warn(f"{self.run_id}: waits until it is taken up at {nodes.endpoint}", stacklevel=3)
+                warnings.warn(f"{self.run_id}: waiting until {nodes.endpoint} resumes it", stacklevel=3)
                 deadline = time.monotonic() + MEETING_PATIENCE_S
             if time.monotonic() > deadline:
-                allowed = "was not taken up at the endpoint; machines have to share its folder to resume it together"
+                allowed = "was not resumed at the endpoint; to resume it together, machines must share its folder"
                 raise ConfigError("run", self.run_id, allowed)
             time.sleep(POLL_S)
         _check_there_is_room(self.folder, nodes)
         _launch_part(self.folder, nodes)
 
     def result(self) -> dict[str, Any]:
-        """The result of a run that has ended.
+        """Return the result of a run that has ended.
 
         Raises:
-            RuntimeError: it has not.
+            RuntimeError: it has not ended.
         """
         result = self._settled()
         if result is None:
@@ -191,11 +194,15 @@ class Job:
         return result
 
     def trace(self, path: Path | None = None) -> Path:
-        """Write what each rank did when, for https://ui.perfetto.dev; `vdpp_core.plots.perfetto.write`."""
+        """Write what each rank did when as a trace for https://ui.perfetto.dev, and return its path.
+
+        Raises:
+            ConfigError: the trace cannot be written there.
+        """
         return perfetto.write(self.folder, path)
 
     def _ranks(self) -> list[Start]:
-        """The start events of ranks that live, on this machine."""
+        """The start events of the ranks that are alive on this machine."""
         starts = [event for event in self.run.events() if isinstance(event, Start)]
         return [start for start in starts if processes.is_rank(start)]
 
@@ -204,7 +211,7 @@ class Job:
             failure = {"rank": None, "sample": None, "step": None, "cause": "its folder is gone"}
             return {"run_id": self.run_id, "outcome": "failed", "failure": failure}
         result = self.run.result()
-        if result is None and (self.folder / "result.json").exists():  # it was there, and is damaged
+        if result is None and (self.folder / "result.json").exists():  # it was written, and is damaged
             return settle(self.run)
         if result is None and self.run.launcher() is None:  # started by hand, or about to start
             return settle(self.run) if results.all_ended(self.run) else None
@@ -217,10 +224,10 @@ class Job:
 def start(config: RunConfig, nproc: int | None = None, nodes: Nodes | None = None) -> Job:
     """Start a run on `nproc` ranks of this machine (default: as many as its layout needs) and return at once.
 
-    With `nodes`, start this machine's part of a run over several, each of which does the same.
+    With `nodes`, start this machine's ranks of a run over several machines; every machine makes the same call.
 
     Raises:
-        ConfigError: one line on what cannot be; nothing was started.
+        ConfigError: the run is impossible on this machine; nothing was started.
     """
     folder = prepare(config, nproc) if nodes is None else _prepare_node(config, nodes)
     _launch_part(folder, nodes)
@@ -228,21 +235,25 @@ def start(config: RunConfig, nproc: int | None = None, nodes: Nodes | None = Non
 
 
 def _launch_part(folder: Path, nodes: Nodes | None) -> None:
-    """Launch what one machine has to do of a run: all of it without `nodes`."""
+    """Launch this machine's ranks of a run: all ranks without `nodes`."""
     logs = folder / "logs" if nodes is None else runfolder.logs_path(folder)
     logs.mkdir(exist_ok=True)
     launch([folder], log=logs / "launcher.log", nodes=nodes)
 
 
 def _check_there_is_room(folder: Path, nodes: Nodes) -> None:
-    """Whether this machine, in a shared folder, is one of those that are awaited."""
+    """Refuse a machine that a run in a shared folder does not expect (any more)."""
     came = [path.name for path in folder.glob("job-*.json")]
     if runfolder.logs_path(folder).exists() or len(came) >= nodes.nnodes:
-        raise ConfigError("nnodes", nodes.nnodes, "so many machines take part already, or this one does")
+        raise ConfigError("nnodes", nodes.nnodes, "as many machines have joined already, this one perhaps among them")
 
 
 def prepare(config: RunConfig, nproc: int | None = None) -> Path:
-    """Check a run and make its folder."""
+    """Check a run, make its folder and return that.
+
+    Raises:
+        ConfigError: the run is impossible on this machine.
+    """
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
     config = config.for_ranks(ranks)
     execution = checks.check(config, local_ranks=ranks)
@@ -277,11 +288,14 @@ def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes:
 
 
 def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
-    """The job or sweep with this id, also one that another process started; an id is a folder under `root` (runs/), or
-    SWEEP/RUN for a run of a sweep.
+    """Return the job or sweep with this id, also one that another process started.
+
+    Args:
+        run_id: name of a folder under `root`; SWEEP/RUN for a run of a sweep.
+        root: default runs/.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such run.
     """
     from launch.sweep import Sweep
 
@@ -295,14 +309,14 @@ def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
 
 
 def stop_what_is_left(run_id: str, root: Path | None = None) -> None:
-    """End what is at work for a run or sweep whose folder is gone: its processes are known by its path.
+    """End the processes of a run or sweep whose folder is gone; the process table has its path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are no such processes.
     """
     root = root or runfolder.runs_root()
     if not end_by_name(_folder_of(run_id, root)):
-        raise ConfigError("run_id", run_id, f"is no run or sweep under {root}, and no process is at work for one")
+        raise ConfigError("run_id", run_id, f"is no run or sweep under {root}, and no process belongs to one")
 
 
 def _folder_of(run_id: str, root: Path) -> Path:
@@ -311,10 +325,10 @@ def _folder_of(run_id: str, root: Path) -> Path:
 
 
 def within(folder: Path, name: str) -> Path:
-    """The run folder of that name right below `folder`, and nowhere else.
+    """Return the run folder with this name directly below `folder`.
 
     Raises:
-        ConfigError: the name leads elsewhere, also by a link.
+        ConfigError: the name leads elsewhere, through a link for example.
     """
     with contextlib.suppress(OSError):  # no name that a file could have
         if name.strip(".") and Path(name).name == name and not (folder / name).is_symlink():
@@ -323,7 +337,7 @@ def within(folder: Path, name: str) -> Path:
 
 
 def jobs(root: Path | None = None) -> list[Job | Sweep]:
-    """All jobs and sweeps under `root` (runs/), oldest first."""
+    """Return all jobs and sweeps under `root` (default runs/), oldest first; warn of those that cannot be read."""
     root = root or runfolder.runs_root()
     folders = [path.parent for name in ("config.json", "sweep.json") for path in root.glob(f"*/{name}")]
     found = []

@@ -120,7 +120,7 @@ def stop_rank(family: list[psutil.Process]) -> None:
 )
 def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait_until: WaitUntil):
     job = launch.start(CONFIG.replace(output_dir=tmp_path / "run"))
-    with pytest.raises(ConfigError, match="goes on"):
+    with pytest.raises(ConfigError, match="has not ended"):
         job.resume()
     family = in_the_middle(job.folder, wait_until)
     harm(family)

@@ -78,7 +78,7 @@ def test_a_run_whose_folder_is_gone_is_ended_by_its_path(called: Start, tmp_path
     assert [lives(process) for process in ours] == [False] * 3
     assert [lives(process) for process in others] == [True] * 6
     refusal = said(["stop", "run"], capsys)
-    assert "no process is at work for one" in refusal
+    assert "no process belongs to one" in refusal
     assert refusal.count("\n") == 1
     assert not run.exists()
 
