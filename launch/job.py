@@ -24,7 +24,7 @@ from vdpp_core.plots import perfetto
 from vdpp_core.predict import cores_and_disk, memory
 from vdpp_core.runs import processes, results, runfolder
 from vdpp_core.runs.events import Follower
-from vdpp_core.runs.kinds import Start
+from vdpp_core.runs.kinds import Start, of
 from vdpp_core.runs.run import Run
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Job:
 
     def _ranks(self) -> list[Start]:
         """The start events of the ranks that are alive on this machine."""
-        starts = [event for event in self.run.events() if isinstance(event, Start)]
+        starts = of(self.run.events(), Start)
         return [start for start in starts if processes.is_rank(start)]
 
     def _settled(self) -> dict[str, Any] | None:

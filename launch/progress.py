@@ -36,13 +36,13 @@ def progress(run: Run) -> dict[str, Any]:
             }
         )
     done, total = sum(rank["steps_done"] for rank in ranks), sum(rank["steps"] for rank in ranks)
-    zero = min((event.t for event in events if isinstance(event, kinds.Clock)), default=None)
+    zero = min((clock.t for clock in kinds.of(events, kinds.Clock)), default=None)
     elapsed = 0.0 if zero is None else max(event.t for event in events) - zero
     seen = {event.kind for event in events}
     stall = look(config, work, events)
     return {
         "phase": next((phase for kind, phase in _PHASES.items() if kind in seen), "starting"),
-        "samples_finished": len(work.kept) + sum(isinstance(event, kinds.Finished) for event in events),
+        "samples_finished": len(work.kept) + len(kinds.of(events, kinds.Finished)),
         "num_samples": config.num_samples,
         "share": (len(work.kept) + len(work.latents) * (done / total if total else 1)) / config.num_samples,
         "seconds_left": elapsed * (total - done) / done if done else None,

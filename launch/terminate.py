@@ -17,7 +17,7 @@ from launch import warm
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.predict import schedule
 from vdpp_core.runs import processes, results
-from vdpp_core.runs.kinds import Start
+from vdpp_core.runs.kinds import Start, of
 from vdpp_core.runs.run import Run
 
 settle = partial(results.settle, predict_times=schedule.run_times)
@@ -49,7 +49,7 @@ def end(folder: Path) -> None:
 
 def end_ranks(folder: Path) -> None:
     """End what is left of a run's ranks on this machine: LAST_WORD_S for a last event, then by force."""
-    starts = [event for event in Run(folder).events() if isinstance(event, Start)]
+    starts = of(Run(folder).events(), Start)
     left = []
     for start in starts:
         with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user

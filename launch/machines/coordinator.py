@@ -33,7 +33,7 @@ from launch.terminate import end_children, settle
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs import files, processes, runfolder
 from vdpp_core.runs.events import now
-from vdpp_core.runs.kinds import Start
+from vdpp_core.runs.kinds import Start, of
 from vdpp_core.runs.run import Run
 from vdpp_core.runs.stalls import PERIOD_S
 
@@ -153,7 +153,7 @@ class Others(threading.Thread):
     def _starts(self) -> list[Start]:
         """The start events of this machine's ranks, kept once complete: the event files grow."""
         if len(self.starts) < self.nodes.nproc:
-            starts = [event for event in self.this_run.events() if isinstance(event, Start)]
+            starts = of(self.this_run.events(), Start)
             self.starts = [event for event in starts if event.host == socket.gethostname()]
         return self.starts
 

@@ -82,7 +82,7 @@ class _Thread:
         self.entries: list[Entry] = []
         self.open: list[Entry] = []  # the phase, and in it the video
         self.floor = 0  # end of the last slice
-        self.silent = not any(isinstance(event, kinds.LastWord) for event in own)
+        self.silent = not kinds.of(own, kinds.LastWord)
         before: Event | None = None
         for event in own:
             self._draw(event, before)

@@ -84,12 +84,13 @@ def other_ranks(events: Sequence[Event]) -> int | None:
 def _slept(events: Sequence[Event]) -> dict[str | None, float]:
     """Machine -> seconds that it slept while the clock ran. The only machine of a run has no name here."""
     host = hosts(events)
-    before = {e.rank: e.asleep_s for e in events if isinstance(e, kinds.Clock) and e.asleep_s is not None}
+    before = {clock.rank: clock.asleep_s for clock in kinds.of(events, kinds.Clock)}
     slept: dict[str | None, float] = defaultdict(float)
-    for event in events:
-        if isinstance(event, kinds.Done) and event.asleep_s is not None and event.rank in before:
-            place = host.get(event.rank)
-            slept[place] = max(slept[place], event.asleep_s - before[event.rank])
+    for done in kinds.of(events, kinds.Done):
+        began = before.get(done.rank)
+        if done.asleep_s is not None and began is not None:
+            place = host.get(done.rank)
+            slept[place] = max(slept[place], done.asleep_s - began)
     several = len(slept) > 1
     return {name if several else None: seconds for name, seconds in slept.items() if seconds > SLEPT_S}
 
@@ -143,7 +144,7 @@ def _standstills(config: RunConfig, events: Sequence[Event], cores: int) -> list
         for piece, at in ready:
             piece.begin = max(piece.begin, at)
     host = hosts(events)
-    threads = {e.rank: e.threads for e in events if isinstance(e, kinds.Start) and e.device.startswith("cpu")}
+    threads = {start.rank: start.threads for start in kinds.of(events, kinds.Start) if start.device.startswith("cpu")}
     found = []
     for rank, log in logs.items():
         busy = sum(number for other, number in threads.items() if host[other] == host.get(rank))

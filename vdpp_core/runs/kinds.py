@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -132,8 +132,16 @@ class Official(OfSample):
     max_batch_difference: float | None = None
 
 
-class Done(Event):
-    """The rank's last word: all of its work is done. Memory in GB (1e9 bytes)."""
+class LastWord(Event):
+    """Base of the last event of a rank."""
+
+
+class BadEnd(LastWord):
+    """Base of the last event of a rank that did not finish its work."""
+
+
+class Done(LastWord):
+    """All work of the rank is done. Memory in GB (1e9 bytes)."""
 
     kind: Literal["done"]
     memory: dict[str, Any]
@@ -142,8 +150,8 @@ class Done(Event):
     other_ranks: _Whole | None = None
 
 
-class Error(Event):
-    """The rank's last word: it failed; because it lost a rank, or blames one, where that is known."""
+class Error(BadEnd):
+    """The rank failed; because it lost a rank, or blames one, where that is known."""
 
     kind: Literal["error"]
     error: str
@@ -152,8 +160,8 @@ class Error(Event):
     oom: dict[str, Any] | None = None
 
 
-class Terminated(Event):
-    """The rank's last word: it was ended from outside."""
+class Terminated(BadEnd):
+    """The rank was ended from outside."""
 
     kind: Literal["terminated"]
 
@@ -172,12 +180,11 @@ class Predicted(Event):
 
 
 AnyStep = Step | Pad
-BadEnd = Error | Terminated
-LastWord = Done | BadEnd
+Kind = TypeVar("Kind", bound=Event)
 _KNOWN: TypeAdapter[Event] = TypeAdapter(
     Annotated[
         Start | Plain | Warm | Clock | Take | Step | Send | Finished | Pad | Decode | Chunk | Video | Comparing
-        | Official | LastWord | Predicted,
+        | Official | Done | Error | Terminated | Predicted,
         Field(discriminator="kind"),
     ]
 )  # fmt: skip
@@ -196,6 +203,16 @@ def parse(line: bytes) -> Event | None:
         return None
 
 
+def of(events: Iterable[Event], kind: type[Kind]) -> list[Kind]:
+    """The events of one kind, in the given order."""
+    return [event for event in events if isinstance(event, kind)]
+
+
+def last_of(events: Iterable[Event], kind: type[Kind]) -> dict[int, Kind]:
+    """Rank -> its last event of one kind, sorted by rank."""
+    return {event.rank: event for event in sorted(of(events, kind), key=lambda event: event.rank)}
+
+
 def clock_starts(events: Sequence[Event]) -> dict[int, float]:
     """Rank -> t at which the clock started on its machine.
 
@@ -204,17 +221,16 @@ def clock_starts(events: Sequence[Event]) -> dict[int, float]:
     """
     host = hosts(events)
     zero: dict[str | None, float] = {}
-    for event in events:
-        if isinstance(event, Clock):
-            place = host.get(event.rank)
-            zero[place] = min(zero.get(place, event.t), event.t)
+    for event in of(events, Clock):
+        place = host.get(event.rank)
+        zero[place] = min(zero.get(place, event.t), event.t)
     ranks = {event.rank for event in events}
     return {rank: zero[host.get(rank)] for rank in ranks if host.get(rank) in zero}
 
 
 def hosts(events: Sequence[Event]) -> dict[int, str]:
     """Rank -> the machine that it started on."""
-    return {event.rank: event.host for event in events if isinstance(event, Start)}
+    return {rank: start.host for rank, start in last_of(events, Start).items()}
 
 
 def position(own: Sequence[Event], steps: range) -> tuple[int | None, int | None]:

@@ -42,8 +42,8 @@ def measured_spans(events: Sequence[Event]) -> list[Span]:
 def measured_steps(events: Sequence[Event]) -> dict[tuple[int, int], list[kinds.Step]]:
     """(rank, sample) -> the events of its steps there, without warm-up."""
     steps: dict[tuple[int, int], list[kinds.Step]] = defaultdict(list)
-    for event in events:
-        if isinstance(event, kinds.Step) and event.sample >= 0:
+    for event in kinds.of(events, kinds.Step):
+        if event.sample >= 0:
             steps[event.rank, event.sample].append(event)
     return steps
 
@@ -67,14 +67,13 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
     """Everything that a run's events say, finished or not, and what it ran on. The names carry the units."""
     config, work, log = run.config, run.work, Follower(run.folder)
     events, layout = log.events(), config.layout
-    finished = {event.sample for event in events if isinstance(event, kinds.Finished)}
+    finished = {event.sample for event in kinds.of(events, kinds.Finished)}
     spans = [span for span in measured_spans(events) if span.sample in finished]
     whole = len({event.rank for event in events}) == layout.world_size  # not on a machine that lost the others
-    started = {event.rank: event for event in events if isinstance(event, kinds.Start)}
-    first = next(iter(started.values()), None)
-    memory = {event.rank: event.memory for event in events if isinstance(event, kinds.Done)}
-    peaks = [memory[rank]["allocated_gb"] for rank in sorted(memory)]
-    sent = {e.rank: e.sent_bytes / 1e9 for e in events if isinstance(e, kinds.Warm) and e.sent_bytes is not None}
+    first, starts = next(iter(kinds.of(events, kinds.Start)), None), kinds.last_of(events, kinds.Start).values()
+    memory = [done.memory for done in kinds.last_of(events, kinds.Done).values()]
+    peaks = [each["allocated_gb"] for each in memory]
+    sent = [warm.sent_bytes for warm in kinds.last_of(events, kinds.Warm).values()]
     predicted = _predicted_memory(run, events) | _predicted_times(config, events, work.latents, predict_times)
     hardware = machine.hardware()
     return {
@@ -97,15 +96,15 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         **_waits(events, config, work.latents),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
-        "lockstep_gb_per_step_per_rank": [sent[rank] for rank in sorted(sent)],
-        "memory_per_rank": [memory[rank] for rank in sorted(memory)],
+        "lockstep_gb_per_step_per_rank": [number / 1e9 for number in sent if number is not None],
+        "memory_per_rank": memory,
         "predicted": predicted or None,
         **_videos(events, config),
-        "threads_per_rank": [started[rank].threads for rank in sorted(started)],
+        "threads_per_rank": [start.threads for start in starts],
         "device": first and first.device,
         "dtype": first and first.dtype,
         "backend": first and first.backend,
-        "hosts": sorted({event.host for event in started.values()}),
+        "hosts": sorted({start.host for start in starts}),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "hardware": hardware,
         "versions": machine.versions(),
@@ -133,16 +132,14 @@ def _waits(events: Sequence[Event], config: RunConfig, samples: Sequence[int]) -
 
 def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
     """What `generate` made after the last step, and how it compares with the official pipeline where that was asked."""
-    videos = sorted((event for event in events if isinstance(event, kinds.Video)), key=lambda event: event.sample)
-    compared = [event for event in events if isinstance(event, kinds.Official)]
-    peaks = {
-        event.rank: event.decode_memory for event in events if isinstance(event, kinds.Done) and event.decode_memory
-    }
+    videos = sorted(kinds.of(events, kinds.Video), key=lambda event: event.sample)
+    compared = kinds.of(events, kinds.Official)
+    memory = [done.decode_memory for done in kinds.last_of(events, kinds.Done).values()]
     batches = [event.max_batch_difference for event in compared if event.max_batch_difference is not None]
     return {
         "videos_written": len(videos) * config.shape[0],
         "decode_s": [event.seconds for event in videos],
-        "decode_peak_memory_gb_per_rank": [peaks[rank]["allocated_gb"] for rank in sorted(peaks)],
+        "decode_peak_memory_gb_per_rank": [each["allocated_gb"] for each in memory if each],
         "official": {
             "samples": len(compared),
             "equal_latents": sum(event.equal_latents for event in compared),
@@ -158,7 +155,7 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
 
 def _predicted_memory(run: Run, events: Sequence[Event]) -> dict[str, Any]:
     """The predicted peak memory of a rank in GB, of its parts and altogether."""
-    of_earlier_versions = (event.predicted_memory for event in events if isinstance(event, kinds.Predicted))
+    of_earlier_versions = (event.predicted_memory for event in kinds.of(events, kinds.Predicted))
     memory = run.prediction or next(of_earlier_versions, None)
     return {"memory": memory, "max_peak_memory_gb": memory["peak_gb"]} if memory else {}
 
@@ -167,20 +164,20 @@ def _predicted_times(
     config: RunConfig, events: Sequence[Event], samples: Sequence[int], predict_times: PredictTimes | None
 ) -> dict[str, Any]:
     """Times predicted from the steps before the clock started: of the warm-up samples, else the warm-up step."""
-    layout = config.layout
-    step_s: dict[int, list[float]] = defaultdict(list)
+    stages: list[list[Event]] = [[] for _ in range(config.layout.pp)]
     for event in events:
-        if isinstance(event, kinds.Step) and event.sample < 0:
-            step_s[layout.place(event.rank).stage].append(event.seconds)
-    for event in events:
-        stage = layout.place(event.rank).stage
-        if isinstance(event, kinds.Warm) and not step_s[stage]:
-            step_s[stage].append(event.seconds)
-    if predict_times is None or not samples or not all(step_s[stage] for stage in range(layout.pp)):
+        stages[config.layout.place(event.rank).stage].append(event)
+    step_s = [_seconds_before_the_clock(stage) for stage in stages]
+    if predict_times is None or not samples or not all(step_s):
         return {}
-    seconds = [median(step_s[stage]) for stage in range(layout.pp)]
+    seconds = list(map(median, step_s))
     source = {"source": "the steps before the clock started", "step_s_per_stage": seconds}
     return source | predict_times(config.replace(num_samples=len(samples)), seconds)
+
+
+def _seconds_before_the_clock(stage: Sequence[Event]) -> list[float]:
+    warm_up_samples = [step.seconds for step in kinds.of(stage, kinds.Step) if step.sample < 0]
+    return warm_up_samples or [warm.seconds for warm in kinds.of(stage, kinds.Warm)][:1]
 
 
 def settle(
@@ -206,8 +203,8 @@ def settle(
     if _all_done(events, run.config):  # the result itself was lost
         return write(run, "ok", None, predict_times)
     failure = first_cause(run.config, events, exits or {})
-    own_fault = any(isinstance(event, kinds.Error) and event.lost_rank is None for event in events)
-    all_vanished = not any(isinstance(event, kinds.LastWord) for event in events)  # as when the machine went down
+    own_fault = any(error.lost_rank is None for error in kinds.of(events, kinds.Error))
+    all_vanished = not kinds.of(events, kinds.LastWord)  # as when the machine went down
     if failure and not (reason == "stopped" and not own_fault) and not (reason and all_vanished):
         return write(run, "oom" if "oom" in failure else "failed", failure, predict_times)
     if reason is None or reason == "stopped":
@@ -216,16 +213,14 @@ def settle(
 
 
 def _all_done(events: Sequence[Event], config: RunConfig) -> bool:
-    done = {event.rank for event in events if isinstance(event, kinds.Done)}
-    ended_badly = any(isinstance(event, kinds.BadEnd) for event in events)
-    return len(done) == config.layout.world_size and not ended_badly
+    done = kinds.last_of(events, kinds.Done)
+    return len(done) == config.layout.world_size and not kinds.of(events, kinds.BadEnd)
 
 
 def all_ended(run: Run) -> bool:
     """Whether ranks have started, and each has failed, was terminated or is known to be gone."""
     events = run.events()
-    ended = {event.rank for event in events if isinstance(event, kinds.BadEnd)}
-    starts = [event for event in events if isinstance(event, kinds.Start)]
+    ended, starts = kinds.last_of(events, kinds.BadEnd), kinds.of(events, kinds.Start)
     return bool(starts) and all(start.rank in ended or processes.has_vanished(start) for start in starts)
 
 
@@ -237,20 +232,15 @@ def first_cause(config: RunConfig, events: Sequence[Event], exits: Mapping[int, 
     was terminated and that another one lost; a rank killed by SIGABRT, with which NCCL's watchdog ends ranks that wait
     for a lost one, or by SIGTERM, with which torchrun's agent ends the others; the first loss.
     """
-    own: dict[int, list[Event]] = {rank: [] for rank in range(config.layout.world_size)}
-    for event in events:
-        if event.rank in own:
-            own[event.rank].append(event)
-    ends = [event for log in own.values() for event in log if isinstance(event, kinds.LastWord)]
-    errors = sorted((event for event in ends if isinstance(event, kinds.Error)), key=lambda event: event.t)
+    ranks = range(config.layout.world_size)
+    events = [event for event in events if event.rank in ranks]
+    errors = sorted(kinds.of(events, kinds.Error), key=lambda event: (event.t, event.rank))
     faults = [event for event in errors if event.lost_rank is None]
-    terminated = {event.rank for event in ends if isinstance(event, kinds.Terminated)}
-    losses = {event.lost_rank for event in errors}
-    silent = sorted(own.keys() - {event.rank for event in ends})
+    terminated, losses = kinds.last_of(events, kinds.Terminated), {event.lost_rank for event in errors}
+    silent = sorted(set(ranks) - kinds.last_of(events, kinds.LastWord).keys())
+    starts = kinds.last_of(events, kinds.Start)
     gone = [rank for rank in silent if rank in exits]
-    gone += [
-        rank for rank in silent if any(isinstance(e, kinds.Start) and processes.has_vanished(e) for e in own[rank])
-    ]
+    gone += [rank for rank in silent if rank in starts and processes.has_vanished(starts[rank])]
     gone += [rank for rank in silent if rank in losses or (losses == {"unknown"} and len(silent) == 1)]
     ended = sorted((rank for rank in gone if exits.get(rank) in _CONSEQUENCES), key=lambda rank: _turn(exits[rank]))
     without_a_word = "ended without a word: killed, out of memory, or crashed"
@@ -265,7 +255,9 @@ def first_cause(config: RunConfig, events: Sequence[Event], exits: Mapping[int, 
     if not suspects:
         return None
     rank, cause = suspects[0]
-    sample, step = position(own[rank], config.stages()[config.layout.place(rank).stage])
+    sample, step = position(
+        [event for event in events if event.rank == rank], config.stages()[config.layout.place(rank).stage]
+    )
     oom = {"oom": faults[0].oom} if faults and faults[0].oom is not None else {}
     return {"rank": rank, "sample": sample, "step": step, "cause": cause, **oom}
 

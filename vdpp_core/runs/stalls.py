@@ -113,7 +113,7 @@ def look(
     step_s = {rank: _step_s(logs[rank]) for rank in last}
     late = [rank for rank in last if silence[rank] > max(LEAST_SILENCE_S, config.stall_steps * step_s[rank])]
     late.sort(key=lambda rank: last[rank].t)
-    started = all(any(isinstance(event, kinds.Clock) for event in log) for log in logs.values())
+    started = all(kinds.of(log, kinds.Clock) for log in logs.values())
     states = {rank: _state(rank, last[rank], config, work) for rank in last if started}
     stopped = [rank for rank in late if isinstance(first := logs[rank][0], kinds.Start) and processes.is_stopped(first)]
     busy = [rank for rank in late if states.get(rank) == "busy"]
@@ -222,6 +222,6 @@ class Watchdog:
     def ended_badly(self) -> bool | None:
         """Whether a rank has ended badly and the others have had time for their last words; None where none has."""
         events = self.events()
-        if not any(isinstance(event, kinds.BadEnd) for event in events):
+        if not kinds.of(events, kinds.BadEnd):
             return None
         return now() - events[-1].t > LAST_WORDS_S
