@@ -95,7 +95,7 @@ def test_a_sweep_whose_folder_is_gone_is_ended_by_its_path(called: Start, tmp_pa
 def test_the_process_of_somebody_else_is_not_touched(called: Start, tmp_path: Path, monkeypatch, capsys):
     process = called("-m", "launch.supervisor", tmp_path / "runs" / "run")
     monkeypatch.setattr("os.getuid", lambda: os.geteuid() + 1)
-    assert "no process is at work" in said(["stop", "run"], capsys)
+    assert "no process belongs to one" in said(["stop", "run"], capsys)
     assert lives(process)
 
 

@@ -376,7 +376,7 @@ def test_a_rank_does_not_count_those_of_its_own_run(monkeypatch):
         monkeypatch.setattr(psutil, "process_iter", lambda _: family)
         for name, value in one.items():
             monkeypatch.setenv(name, value)
-        assert [process.pid for process in family if other_runs._is_in_company(process)] == [other.pid, alone.pid]
+        assert [process.pid for process in family if other_runs._shares_cores(process)] == [other.pid, alone.pid]
         assert other_runs.busy_ranks() == 2
         monkeypatch.delenv("MASTER_PORT")  # a process that torchrun did not start has no siblings
         assert other_runs.busy_ranks() == 3
@@ -384,9 +384,9 @@ def test_a_rank_does_not_count_those_of_its_own_run(monkeypatch):
 
 def test_a_rank_on_other_cores_is_in_nobodys_way(monkeypatch):
     with like_a_rank() as other:
-        assert other_runs._is_in_company(other)
+        assert other_runs._shares_cores(other)
         monkeypatch.setattr(execution, "cores_of", lambda process: {1} if process.pid == other.pid else {0})
-        assert not other_runs._is_in_company(other)
+        assert not other_runs._shares_cores(other)
 
 
 @pytest.mark.parametrize(

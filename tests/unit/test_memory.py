@@ -185,7 +185,7 @@ def test_videos_have_to_be_decoded_too():
 
 
 def before_start(config, local_ranks):
-    return before_start(config, resolve(config, local_ranks))
+    return memory.before_start(config, resolve(config, local_ranks))
 
 
 def test_what_is_said_before_a_start():
