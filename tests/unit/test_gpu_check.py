@@ -14,6 +14,7 @@ import pytest
 
 from tests.doubles.cards import A100, A5000, T4, Card, faked
 from tests.gpu import check
+from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.cli.main import parse
 from vdpp_core.compare import peers_report
@@ -106,10 +107,11 @@ def test_the_row_of_a_run_that_ended_well() -> None:
     config = SMALLEST.for_ranks(1)
     ended = result("ok", {"allocated_gb": 5.35, "reserved_gb": 5.6, "device_used_gb": 5.6 + 0.6 * GIB / 1e9})
     events = [
-        {"kind": "warm", "seconds": 9.0},
-        {"kind": "step", "sample": -1, "seconds": 9.0},
-        {"kind": "step", "sample": 0, "seconds": 0.5},
-        {"kind": "step", "sample": 0, "seconds": 0.3},
+        as_event({"t": 0.0, "rank": 0, "kind": "warm", "seconds": 9.0}),
+        *(
+            as_event({"t": 0.0, "rank": 0, "kind": "step", "sample": sample, "step": 0, "seconds": seconds})
+            for sample, seconds in ((-1, 9.0), (0, 0.5), (0, 0.3))
+        ),
     ]
     row = check.row(config, ended, events, memory.Fit(True))
     assert (row["shape"], row["layout"], row["guidance"]) == ("14 × 72 × 128", "1 rank", "sequential")
@@ -250,7 +252,9 @@ def test_a_run_that_failed_is_named_and_written_with_the_others(
     def job(name: str, ended: dict[str, Any]) -> SimpleNamespace:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(TINY.for_ranks(1).to_json())
-        return SimpleNamespace(folder=tmp_path / name, wait=lambda: ended | {"run_id": name})
+        return SimpleNamespace(
+            folder=tmp_path / name, wait=lambda: ended | {"run_id": name}, run=SimpleNamespace(events=list)
+        )
 
     failed = job("000", result("failed", failure={"rank": 0, "cause": "ValueError: no"}))
     sweep = SimpleNamespace(

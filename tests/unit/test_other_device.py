@@ -76,7 +76,7 @@ def run(config: RunConfig, folder: Path) -> None:
     for rank in range(number):
         with Remembering():
             worker.execute(Run(folder), Ranks(rank, number, rank, number, under_torchrun=False), monitored=False)
-    kinds = [event["kind"] for event in Run(folder).events() if event["kind"] in ("done", "sample")]
+    kinds = [event.kind for event in Run(folder).events() if event.kind in ("done", "sample")]
     assert kinds.count("done") == number
     assert kinds.count("sample") == config.num_samples
 
