@@ -58,7 +58,7 @@ def awaited(run: Run, silence_s: float, certain: bool = False) -> dict[int, str]
         own = [event for event in events if event.rank == rank and not isinstance(event, kinds.BadEnd)]
         for other in needed(config, rank, own[-1]):
             if other in elsewhere:
-                sample, step = position(own, config.stages()[config.layout.place(rank).stage])
+                sample, step = position(own, config.steps_of(rank))
                 at = "" if sample is None else f" at sample {sample}" + ("" if step is None else f", step {step}")
                 return {other: f"{words}; rank {rank} waits for it{at}"}
     return {min(elsewhere): words} if certain else {}

@@ -40,7 +40,7 @@ def _assignment(config: RunConfig) -> list[str]:
     layout = config.layout
     for rank in range(layout.world_size):
         replica, stage, member = layout.place(rank)
-        steps, last = config.stages()[stage], config.total_steps - 1
+        steps, last = config.steps_of(rank), config.total_steps - 1
         goal = f"to rank {layout.rank(replica, stage + 1, member)}" if stage + 1 < layout.pp else "final result"
         countdown = ", ".join(str(last - step) for step in steps)
         lines.append(f"rank {rank}, replica {replica}: steps {steps[0]}–{steps[-1]} ({countdown} to go) → {goal}")

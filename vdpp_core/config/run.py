@@ -150,6 +150,10 @@ class RunConfig(
         """List the steps of each stage."""
         return split(self.total_steps, self.layout.pp, self.stage_weights)
 
+    def steps_of(self, rank: int) -> range:
+        """The steps of a rank's stage."""
+        return self.stages()[self.layout.place(rank).stage]
+
     def samples(self, replica: int, of: Sequence[int] | None = None) -> Sequence[int]:
         """List a replica's samples, out of these or all; none where there are more replicas than samples."""
         of = range(self.num_samples) if of is None else of

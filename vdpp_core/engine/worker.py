@@ -108,7 +108,7 @@ class _Rank:
     def __post_init__(self) -> None:
         config, world, self.todo = self.run.config, self.world, self.run.work
         self.config, self.dtype = config, self.execution.dtype
-        self.steps = config.stages()[world.place.stage]
+        self.steps = config.steps_of(world.rank)
         self.samples = config.samples(world.place.replica, self.todo.latents)
         self.padding = config.padding(world.place.replica, self.todo.latents)
         self.busy = bool(self.samples or self.padding)

@@ -54,7 +54,6 @@ def load_pipeline(
 ) -> StableVideoDiffusionPipeline:
     """Load the official pipeline of `config.source` around a given UNet and scheduler; the rest goes to `device`."""
     pipeline = _load_pipeline(config, dtype, ("vae", "image_encoder"), unet=unet, scheduler=scheduler)
-    pipeline.set_progress_bar_config(disable=True)
     for part in (pipeline.vae, pipeline.image_encoder):
         part.to(device)
     return pipeline
@@ -62,9 +61,7 @@ def load_pipeline(
 
 def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
     """Load the official pipeline as any user would, without anything of ours in it."""
-    pipeline = _load_pipeline(config, dtype, ("unet", "vae", "image_encoder")).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return _load_pipeline(config, dtype, ("unet", "vae", "image_encoder")).to(device)
 
 
 def load_decoder(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
@@ -74,7 +71,10 @@ def load_decoder(config: RunConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...], **given: Any) -> Any:
-    """The official pipeline with the weights of these parts and the given objects; of the rest the settings."""
+    """The official pipeline with the weights of these parts and the given objects; of the rest the settings.
+
+    Without its own progress bar: the rank shows one.
+    """
     from diffusers import StableVideoDiffusionPipeline
 
     folder = Path(str(config.source)).expanduser()
@@ -84,7 +84,9 @@ def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...]
         folder = Path(hub.snapshot_download(str(config.source), allow_patterns="*.json"))
     variants = {weights.variant(weights_folder(config, dtype, part), dtype) for part in parts}
     variant = next(filter(None, variants), None)  # diffusers uses it for the parts that have it
-    return _load(StableVideoDiffusionPipeline, folder, variant, dtype, **given)
+    pipeline = _load(StableVideoDiffusionPipeline, folder, variant, dtype, **given)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def _load(kind: Any, folder: Path, variant: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ class _Thread:
 
     def __init__(self, config: RunConfig, rank: int, own: Sequence[Event], zero: float) -> None:
         self.rank, self.zero, self.place = rank, zero, config.layout.place(rank)
-        steps = config.stages()[self.place.stage]
+        steps = config.steps_of(rank)
         host = next((event.host for event in own if isinstance(event, kinds.Start)), None)
         self.process = f"replica {self.place.replica}" + (f" on {host}" if host else "")
         self.name = f"rank {rank}: steps {steps[0]}–{steps[-1]}"

@@ -255,9 +255,7 @@ def first_cause(config: RunConfig, events: Sequence[Event], exits: Mapping[int, 
     if not suspects:
         return None
     rank, cause = suspects[0]
-    sample, step = position(
-        [event for event in events if event.rank == rank], config.stages()[config.layout.place(rank).stage]
-    )
+    sample, step = position([event for event in events if event.rank == rank], config.steps_of(rank))
     oom = {"oom": faults[0].oom} if faults and faults[0].oom is not None else {}
     return {"rank": rank, "sample": sample, "step": step, "cause": cause, **oom}
 

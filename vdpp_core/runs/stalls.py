@@ -125,13 +125,13 @@ def look(
         return None
     rank = culprits[0]
     heard = rank if rank in logs else late[0]
-    own, stage, silent_s = logs[heard], config.stages()[config.layout.place(rank).stage], silence[heard]
+    own, steps, silent_s = logs[heard], config.steps_of(rank), silence[heard]
     longest = max(step_s[other] for other in late)
     limit_s = max(config.timeout_s, (5 if rank in stopped + busy else 3 * config.total_steps) * longest)
     waiting = tuple(sorted(set(late) - {rank}))
     if rank in elsewhere and silent_s < limit_s:
         return None
-    return Stall(rank, *position(own, stage), silent_s, step_s.get(rank, 0.0), waiting, limit_s)
+    return Stall(rank, *position(own, steps), silent_s, step_s.get(rank, 0.0), waiting, limit_s)
 
 
 def _state(rank: int, event: Event, config: RunConfig, work: Work) -> Literal["busy", "waits"] | None:
@@ -148,7 +148,7 @@ def _state(rank: int, event: Event, config: RunConfig, work: Work) -> Literal["b
     last_stage = stage + 1 == layout.pp
     if isinstance(event, kinds.Clock):
         return "busy" if stage == 0 else "waits"
-    if isinstance(event, kinds.AnyStep) and event.step == config.stages()[stage][-1]:
+    if isinstance(event, kinds.AnyStep) and event.step == config.steps_of(rank)[-1]:
         if isinstance(event, kinds.Pad) or (last_stage and member > 0 and final):
             return None
         return "busy" if last_stage and (member == 0 or layout.pp == 1) else "waits"
@@ -161,8 +161,7 @@ def needed(config: RunConfig, rank: int, last: Event) -> list[int]:
     """The ranks without which a rank with this last event cannot go on."""
     layout = config.layout
     replica, stage, member = layout.place(rank)
-    steps = config.stages()[stage]
-    if isinstance(last, kinds.Take) or (isinstance(last, kinds.AnyStep) and last.step != steps[-1]):
+    if isinstance(last, kinds.Take) or (isinstance(last, kinds.AnyStep) and last.step != config.steps_of(rank)[-1]):
         return mates(layout, rank)
     if isinstance(last, kinds.AnyStep) and stage + 1 < layout.pp:
         return [layout.rank(replica, stage + 1, member)]
