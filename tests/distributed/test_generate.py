@@ -230,7 +230,7 @@ def test_a_rank_is_killed_while_it_decodes(torchrun_in_background, wait_until, t
     result = Run(folder).result()
     assert (result["outcome"], result["failure"]["rank"]) == ("failed", 1)
     assert "killed" in result["failure"]["cause"]
-    assert result["failure"]["sample"] == of_rank_1("decode")[-1]["sample"]
+    assert result["failure"]["sample"] == of_rank_1("decode")[-1].sample
     assert result["samples_finished"] == 16
     assert 1 <= result["videos_written"] < 16
 
@@ -250,5 +250,5 @@ def test_what_the_command_says(torchrun, tmp_path):
     process = torchrun(1, "generate", "--compare-official", *arguments)
     assert process.returncode == 0, process.stderr
     assert "ball.png, 256 × 256 pixels, resized to 64 × 64" in process.stdout
-    assert "1 × 3 frames, 7 a second, in videos/" in process.stdout
-    assert "latents 1 of 1, frames 1 of 1; largest difference 0, 0 of 255" in process.stdout
+    assert "1 × 3 frames at 7 frames/s, in videos/" in process.stdout
+    assert "latents 1 of 1, frames 1 of 1; largest difference 0 in latents, 0 of 255 in frames" in process.stdout

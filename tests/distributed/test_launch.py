@@ -127,8 +127,7 @@ launch.sweep([config] * 2, repeats=10, root=Path({str(tmp_path)!r}))
             job.status()
     (sweep,) = launch.jobs(tmp_path)
     assert isinstance(sweep, launch.Sweep)
-    assert sweep.table().empty
-    assert [job.outcome() for job in sweep.jobs] == [None] * 20
+    assert {job.outcome() for job in sweep.jobs} <= {None, "ok"}
     sweep.stop()
 
 

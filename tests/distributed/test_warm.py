@@ -21,8 +21,6 @@ import launch
 from launch import warm
 from vdpp_core import Parallel, RunConfig
 
-pytestmark = pytest.mark.alone
-
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 SHORT = RunConfig(model="dummy", total_steps=4, num_samples=3, latent_shape=(1, 4, 2, 8, 8), device="cpu")
 PACKAGES = Path(warm.__file__).parents[1]

@@ -87,7 +87,7 @@ def test_every_slider_of_the_planner_moves_to_both_ends_and_says_what_cannot_be(
     assert len(moved) == 15
     assert {name for name, words in moved if words != "redrawn"} == set()
     said = dict(re.findall(r"^(.*) -> (.*)$", shown, re.M))
-    assert said["{'dp': 4, 'pp': 2}"] == "layout dp 4 × pp 2: needs 8 ranks, there are 6"
+    assert said["{'dp': 4, 'pp': 2}"] == "layout dp 4 × pp 2: needs 8 GPUs, but only 6 are available"
     assert said["{'pp': 6, 'total_steps': 5}"] == "pp 6: must be at most total_steps, 5"
     assert said["{'frames': 3, 'num_frames': 2}"] == "frames 3: must be at most num_frames, 2"
     assert "at least two ranks per stage" in said["{'fsdp': True}"]

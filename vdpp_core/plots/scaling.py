@@ -112,13 +112,18 @@ def scaling_efficiency(table: pd.DataFrame, published: dict[str, Any], small_pri
     figure, left, right = _side_by_side(title, small_print, published, right_title)
     for axis, series in (("pp", pp), ("dp", dp)):
         predicted = _series(table, axis, "predicted_samples_per_s")
-        measured, predicted = (rate / rate[1] / rate.index for rate in (series, predicted))
+        measured, predicted = map(_per_rank, (series, predicted))
         _beside_prediction(left, measured, predicted, axis, "whole run")
-    _draw_published(right, {name: rate / rate[1] / rate.index for name, rate in _published_rates(published).items()})
+    _draw_published(right, {name: _per_rank(rate) for name, rate in _published_rates(published).items()})
     for panel in (left, right):
         panel.axhline(1, color=INK, linewidth=0.8, linestyle=":")
         _finish(panel, "scaling efficiency (1 is ideal)")
     return figure
+
+
+def _per_rank(rate: pd.Series) -> pd.Series:
+    """A rate relative to that of one rank, per rank; nothing where there is none of one rank."""
+    return rate / rate.get(1, float("nan")) / rate.index
 
 
 def latency(table: pd.DataFrame, published: dict[str, Any], small_print: str) -> Figure:

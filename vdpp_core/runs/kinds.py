@@ -128,7 +128,7 @@ class Official(OfSample):
     equal_latents: bool
     equal_frames: bool
     max_latent_difference: float  # may be NaN
-    max_frame_difference: float
+    max_frame_difference: int | float
     max_batch_difference: float | None = None
 
 
