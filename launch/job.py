@@ -12,19 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch import resuming, warm
+from launch import resuming, warm_start
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
 from launch.progress import progress
 from launch.terminate import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers, settle
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.plots import perfetto
 from vdpp_core.predict import cores_and_disk, memory
 from vdpp_core.runs import processes, results, runfolder
+from vdpp_core.runs.event_types import Start, of
 from vdpp_core.runs.events import Follower
-from vdpp_core.runs.kinds import Start, of
 from vdpp_core.runs.run import Run
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Job:
             self._join(config, nodes)
             return self
         self._check_ended()
-        checks.check(config, local_ranks)
+        preflight.check(config, local_ranks)
         with resuming.lock(self.run):
             self._check_ended()  # nobody has resumed it meanwhile
             deadline = time.monotonic() + STOP_PATIENCE_S  # the launcher settles the result after the ranks
@@ -166,7 +166,7 @@ class Job:
 
     def _join(self, config: RunConfig, nodes: Nodes) -> None:
         """Join a run as soon as the machine at the endpoint has resumed it."""
-        checks.check(config, local_ranks=nodes.nproc)
+        preflight.check(config, local_ranks=nodes.nproc)
         resuming.as_before(self.run)
         deadline, is_resumed = None, partial(resuming.is_resumed, self.run, asdict(nodes))
         while not is_resumed():
@@ -256,7 +256,7 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
     """
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
     config = config.for_ranks(ranks)
-    execution = checks.check(config, local_ranks=ranks)
+    execution = preflight.check(config, local_ranks=ranks)
     for line in [*cores_and_disk.before_start(config, execution), *memory.before_start(config, execution)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.create(config)
@@ -265,7 +265,7 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
 def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
     nodes.check()
     config = config.for_ranks(nodes.world_size)
-    execution = checks.check(config, local_ranks=nodes.nproc)
+    execution = preflight.check(config, local_ranks=nodes.nproc)
     for line in [*memory.before_start(config, execution), *nodes.crossings(config)]:
         warnings.warn(line, stacklevel=3)
     return runfolder.join(config.replace(output_dir=config.output_dir or runfolder.runs_root() / nodes.run_id))
@@ -274,7 +274,7 @@ def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
 def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes: Nodes | None = None) -> None:
     """Start the supervisor that executes these runs in turn, and return at once. It outlives the caller.
 
-    It is forked from a warm server where there is one: `launch.warm`.
+    It is forked from a warm server where there is one: `launch.warm_start`.
     """
     words = ["launch.supervisor", *map(str, folders)]
     if sweep is not None:
@@ -282,7 +282,7 @@ def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes:
     if nodes is not None:
         words += nodes.as_flags()
     with log.open("ab") as file:
-        pid = warm.start(words, stdout=file.fileno(), stderr=file.fileno())
+        pid = warm_start.start(words, stdout=file.fileno(), stderr=file.fileno())
     for folder in folders:
         processes.write_launcher(folder, pid, alone=nodes is None)
 

@@ -12,13 +12,13 @@ from typing import IO
 import pandas as pd
 import psutil
 
-from launch import warm
+from launch import warm_start
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import resolve
 from vdpp_core.predict import rates
 from vdpp_core.runs import files, machine
 
-_COMMAND = ["vdpp_core.cli.loopback", "--nproc_per_node=2", "-m", "vdpp_core.compare.link_probe"]
+_COMMAND = ["vdpp_core.cli.local_torchrun", "--nproc_per_node=2", "-m", "vdpp_core.compare.link_probe"]
 
 
 def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
@@ -31,7 +31,7 @@ def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
         psutil.TimeoutExpired: they were not done within `timeout` seconds, and were ended.
     """
     with tempfile.TemporaryFile("w+") as written, tempfile.TemporaryFile("w+") as log:
-        agent = warm.start([*_COMMAND, device], written.fileno(), log.fileno())
+        agent = warm_start.start([*_COMMAND, device], written.fileno(), log.fileno())
         with contextlib.suppress(psutil.NoSuchProcess):
             _wait(psutil.Process(agent), timeout)
         lines, errors = (_lines(file) for file in (written, log))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vdpp_core.runs import kinds
-from vdpp_core.runs.kinds import position
+from vdpp_core.runs import event_types as kinds
+from vdpp_core.runs.event_types import position
 from vdpp_core.runs.run import Run
 from vdpp_core.runs.stalls import look
 

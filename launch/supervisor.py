@@ -25,12 +25,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from launch import terminate, warm
+from launch import terminate, warm_start
 from launch.machines.coordinator import Others
 from launch.machines.nodes import Nodes
 from launch.sweep import Sweep
 from launch.terminate import end_children
-from vdpp_core.cli import loopback
+from vdpp_core.cli import local_torchrun
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, redacted
 from vdpp_core.predict import memory
@@ -146,8 +146,8 @@ def _alone(config: RunConfig) -> dict[str, Any]:
         "max_nodes": 1,
         "nproc_per_node": config.layout.world_size,
         "run_id": uuid.uuid4().hex,
-        "rdzv_backend": loopback.BACKEND,
-        "local_addr": loopback.ADDRESS,
+        "rdzv_backend": local_torchrun.BACKEND,
+        "local_addr": local_torchrun.ADDRESS,
     }
 
 
@@ -208,4 +208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    warm.run()
+    warm_start.run()

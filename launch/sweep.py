@@ -19,7 +19,7 @@ from vdpp_core.compare import tables
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.runs import files, runfolder
 
 
@@ -123,7 +123,7 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
         raise ConfigError("repeats", repeats, "must be at least 1")
     ready = [config.for_ranks((config.parallel or Parallel()).world_size) for config in configs]
     for config in ready:
-        checks.check(config, config.layout.world_size)
+        preflight.check(config, config.layout.world_size)
         if config.output_dir is not None:
             raise ConfigError(
                 "output_dir", config.output_dir, "not allowed in a sweep, which makes a folder for each run"

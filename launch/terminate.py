@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from launch import warm
+from launch import warm_start
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.predict import schedule
 from vdpp_core.runs import processes, results
-from vdpp_core.runs.kinds import Start, of
+from vdpp_core.runs.event_types import Start, of
 from vdpp_core.runs.run import Run
 
 settle = partial(results.settle, predict_times=schedule.run_times)
@@ -60,7 +60,7 @@ def end_ranks(folder: Path) -> None:
 
 def end_children() -> None:
     """End the ranks of this supervisor, whatever has become of their files."""
-    _end([child for child in psutil.Process().children() if child.pid != warm.nursery()], LAST_WORD_S)
+    _end([child for child in psutil.Process().children() if child.pid != warm_start.nursery()], LAST_WORD_S)
 
 
 def end_by_name(folder: Path) -> bool:

@@ -32,8 +32,8 @@ from launch.machines.silence import Silence, awaited
 from launch.terminate import end_children, settle
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs import files, processes, runfolder
+from vdpp_core.runs.event_types import Start, of
 from vdpp_core.runs.events import now
-from vdpp_core.runs.kinds import Start, of
 from vdpp_core.runs.run import Run
 from vdpp_core.runs.stalls import PERIOD_S
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 
-from vdpp_core.runs import kinds, processes
+from vdpp_core.runs import event_types as kinds
+from vdpp_core.runs import processes
+from vdpp_core.runs.event_types import position
 from vdpp_core.runs.events import now
-from vdpp_core.runs.kinds import position
 from vdpp_core.runs.run import Run
 from vdpp_core.runs.stalls import LAST_WORDS_S, PERIOD_S, Standstills, needed
 

@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 from launch.report import pages, parameters
-from launch.report.kernel import KERNEL_ARGUMENTS, ForkedKernelManager
+from launch.report.output_formats import KERNEL_ARGUMENTS, ForkedKernelManager
 from launch.report.pages import Done
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.files import write_atomically

@@ -11,7 +11,7 @@ from statistics import fmean
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.parallel import devices
 from vdpp_core.predict import memory, published, rates
 from vdpp_core.predict.predictor import Predictor
@@ -37,7 +37,7 @@ class Predictions:
             ConfigError: this machine cannot run it.
         """
         ranks = config.layout.world_size
-        execution = checks.check(config, ranks)
+        execution = preflight.check(config, ranks)
         warnings = memory.before_start(config, execution)
         beside = memory.outside_a_limit(config)
         room, available = self.predictor.room(config), devices.capacity(config, execution) + beside

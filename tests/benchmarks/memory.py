@@ -15,8 +15,8 @@ import pandas as pd
 
 import launch
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.models.published import MEDIUM_UNET
-from vdpp_core.models.published import PUBLISHED_SCHEDULER as SCHEDULER
+from vdpp_core.models.architectures import MEDIUM_UNET
+from vdpp_core.models.architectures import PUBLISHED_SCHEDULER as SCHEDULER
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import memory
 

@@ -66,7 +66,7 @@ def test_loading_never_holds_the_whole(source, tmp_path):
 def save_medium(folder):
     from diffusers import EulerDiscreteScheduler, UNetSpatioTemporalConditionModel
 
-    from vdpp_core.models.published import MEDIUM_UNET, PUBLISHED_SCHEDULER
+    from vdpp_core.models.architectures import MEDIUM_UNET, PUBLISHED_SCHEDULER
 
     UNetSpatioTemporalConditionModel.from_config(MEDIUM_UNET).save_pretrained(folder / "unet", max_shard_size="200MB")
     EulerDiscreteScheduler(**PUBLISHED_SCHEDULER).save_pretrained(folder / "scheduler")

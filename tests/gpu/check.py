@@ -32,7 +32,7 @@ from vdpp_core.parallel import devices
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import communicators, memory, published
 from vdpp_core.runs import files, machine
-from vdpp_core.runs.kinds import Event
+from vdpp_core.runs.event_types import Event
 
 Row = dict[str, Any]
 

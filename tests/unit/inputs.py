@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.fields import EXAMPLE_IMAGE
-from vdpp_core.runs.kinds import Event, parse
+from vdpp_core.runs.event_types import Event, parse
 
 FIELDS = list(RunConfig.model_fields)
 NUMBERS = ["0", "1", "2", "3", "4", "16", "-1", "4096", "4097", "1.5", "-0", "+1", "1_0", "٣", "²", "0x10", "1e3"]

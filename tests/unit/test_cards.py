@@ -10,7 +10,7 @@ from tests.doubles.cards import A100, A5000, GIB, T4, Card, faked, from_environm
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.config.execution import resolve
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.parallel import devices
 from vdpp_core.predict import memory
 from vdpp_core.runs import machine
@@ -21,7 +21,7 @@ ON_CUDA = RunConfig(device="cuda", total_steps=32)
 
 def answer(config: RunConfig, local_ranks: int = 1, ranks: int | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        checks.check(config.for_ranks(ranks or local_ranks), local_ranks)
+        preflight.check(config.for_ranks(ranks or local_ranks), local_ranks)
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -63,7 +63,7 @@ def test_cards_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_auto_is_on_cards(count: int, card: Card) -> None:
     config = RunConfig().for_ranks(count)
     with faked(*[card] * count):
-        execution = checks.check(config, count)
+        execution = preflight.check(config, count)
         assert (execution.device_type, execution.backend) == ("cuda", "nccl")
         assert execution.dtype == torch.float16
         assert execution.cards == range(count)
@@ -79,14 +79,14 @@ def test_what_auto_is_on_cards(count: int, card: Card) -> None:
 def test_more_ranks_than_cards(count: int) -> None:
     with faked(*[A5000] * count):
         line = answer(ON_CUDA, count + 1)
-        checks.check(ON_CUDA.for_ranks(2 * count), count)  # on two machines
+        preflight.check(ON_CUDA.for_ranks(2 * count), count)  # on two machines
     assert line == f"world_size {count + 1}: must be at most the GPUs of this machine, {count}"
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_card_that_is_not_there(count: int) -> None:
     with faked(*[A5000] * count):
-        checks.check(RunConfig(device=f"cuda:{count - 1}").for_ranks(1), 1)
+        preflight.check(RunConfig(device=f"cuda:{count - 1}").for_ranks(1), 1)
         line = answer(RunConfig(device=f"cuda:{count}"))
     assert line == f"device cuda:{count}: must be below cuda:{count}, this machine has {count}"
 
@@ -113,8 +113,8 @@ def test_gloo_on_several_cards(count: int, device: str) -> None:
     gloo = RunConfig(device=device, backend="gloo", total_steps=32)
     with faked(*[A5000] * count):
         lines = {answer(gloo, count), answer(gloo, count, 2 * count), answer(gloo, 1, 2)}
-        checks.check(gloo.for_ranks(1), 1)  # who is alone communicates with nobody
-        checks.check(RunConfig(device="cpu", backend="gloo").for_ranks(count), count)
+        preflight.check(gloo.for_ranks(1), 1)  # who is alone communicates with nobody
+        preflight.check(RunConfig(device="cpu", backend="gloo").for_ranks(count), count)
     assert lines == {"backend gloo: must be nccl or auto with several ranks on CUDA: gloo is for CPUs"}
 
 
@@ -133,23 +133,23 @@ def test_bf16_before_ampere(count: int) -> None:
     with faked(*[T4] * count):
         line = answer(bf16, count)
         for dtype in ("auto", "fp16", "fp32"):
-            checks.check(bf16.replace(dtype=dtype).for_ranks(count), count)
+            preflight.check(bf16.replace(dtype=dtype).for_ranks(count), count)
     known = "cuda:0 (Tesla T4, compute capability 7.5) only emulates bf16"
     assert line == f"dtype bf16: must be fp16 or fp32: {known}"
     for card in (A100, A5000):
         with faked(*[card] * count):
-            checks.check(bf16.for_ranks(count), count)
+            preflight.check(bf16.for_ranks(count), count)
 
 
 def test_bf16_is_asked_of_the_cards_that_are_used() -> None:
     bf16 = RunConfig(device="cuda", dtype="bf16")
     with faked(A5000, T4):
-        checks.check(bf16.for_ranks(1), 1)
-        checks.check(RunConfig(device="cuda:0", dtype="bf16").for_ranks(1), 1)
+        preflight.check(bf16.for_ranks(1), 1)
+        preflight.check(RunConfig(device="cuda:0", dtype="bf16").for_ranks(1), 1)
         for config, ranks in ((bf16, 2), (RunConfig(device="cuda:1", dtype="bf16"), 1)):
             assert "cuda:1 (Tesla T4" in answer(config, ranks)
     with faked(T4):
-        checks.check(RunConfig(device="cpu", dtype="bf16").for_ranks(1), 1)
+        preflight.check(RunConfig(device="cpu", dtype="bf16").for_ranks(1), 1)
 
 
 def test_the_capacity_is_that_of_the_smallest_card_in_use() -> None:

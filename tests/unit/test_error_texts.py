@@ -15,7 +15,7 @@ from torch.distributed import DistBackendError
 
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.engine import worker
-from vdpp_core.engine.limits import Device, OutOfMemoryError
+from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.parallel.devices import GIB, is_out_of_memory
 from vdpp_core.parallel.world import LostRankError, communication
 from vdpp_core.runs import results, runfolder

@@ -18,7 +18,7 @@ from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.cli.main import parse
 from vdpp_core.compare import peers_report
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import communicators, memory
 
@@ -174,12 +174,12 @@ def test_what_is_planned_can_be_run_on_those_cards(cards: int, capability: tuple
         configs, left_out = check.plan(cards)
         for config in configs:
             ranks = (config.parallel or Parallel()).world_size
-            checks.check(config.for_ranks(ranks), ranks)
+            preflight.check(config.for_ranks(ranks), ranks)
         asked = parse(check.peers_arguments(cards)[2:])
         ranks = int(asked.world_size)
         compared = peers_report.configuration(asked.run, max(ranks, 2), max(ranks, 2))
         if cards > 1:
-            checks.check(compared.for_ranks(ranks), ranks)
+            preflight.check(compared.for_ranks(ranks), ranks)
     assert len(configs) + len(left_out) == len(check.candidates(cards)) + (cards == 1)
     assert len(left_out) == (2 if gib < 40 and cards > 1 else 1 if gib < 40 else 0) + (cards == 1)
 

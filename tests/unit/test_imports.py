@@ -102,7 +102,7 @@ def lines_of_code(path):
 
 
 def test_the_reader_of_imports_reads_them():
-    assert Import("vdpp_core.config.steps", True, False) in IMPORTS["vdpp_core.config.run"]
+    assert Import("vdpp_core.config.steps", True, False) in IMPORTS["vdpp_core.config.run_config"]
     assert Import("torch.distributed.device_mesh", True, True) in IMPORTS["vdpp_core.config.layout"]
     assert Import("vdpp_core.parallel.process_groups", False, False) in IMPORTS["vdpp_core.config.layout"]
     assert Import("torch.distributed", True, False) in IMPORTS["vdpp_core.parallel.world"]

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from vdpp_core.engine.limits import Device, OutOfMemoryError
+from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.parallel.devices import can_limit
 
 pytestmark = pytest.mark.skipif(not can_limit("cpu"), reason="a process's memory can be limited under Linux only")

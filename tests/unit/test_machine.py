@@ -20,7 +20,7 @@ from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.config import execution
 from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import cores_and_disk
 from vdpp_core.runs import other_runs, runfolder
@@ -29,7 +29,7 @@ from vdpp_core.runs import other_runs, runfolder
 def answer(config, local_ranks=1):
     """The one line with which the machine refuses."""
     with pytest.raises(ConfigError) as caught:
-        checks.check(config.for_ranks(local_ranks), local_ranks)
+        preflight.check(config.for_ranks(local_ranks), local_ranks)
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -46,7 +46,7 @@ def change(path, **values):
 
 @pytest.mark.parametrize("command", ["simulate", "benchmark", "generate"])
 def test_what_the_package_carries_can_be_run(command):
-    checks.check(RunConfig(command=command, device="cpu").for_ranks(2), local_ranks=2)
+    preflight.check(RunConfig(command=command, device="cpu").for_ranks(2), local_ranks=2)
 
 
 def test_nccl_on_a_cpu():
@@ -75,14 +75,14 @@ def test_half_precision_where_the_cpu_cannot(dtype, monkeypatch):
     line = answer(RunConfig(device="cpu", dtype=dtype))
     assert line.startswith(f"dtype {dtype}: must be fp32, this CPU cannot")
     assert "slow_conv3d" in line
-    checks.check(RunConfig(device="cpu", dtype="fp32").for_ranks(1), local_ranks=1)
+    preflight.check(RunConfig(device="cpu", dtype="fp32").for_ranks(1), local_ranks=1)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_precision_where_the_cpu_can(dtype):
     values, weights = (torch.ones(shape, dtype=execution.DTYPES[dtype]) for shape in ((1, 1, 3, 2, 2), (1, 1, 3, 1, 1)))
     torch.nn.functional.conv3d(values, weights)  # if this machine can do that, nothing may be refused
-    checks.check(RunConfig(device="cpu", dtype=dtype).for_ranks(1), local_ranks=1)
+    preflight.check(RunConfig(device="cpu", dtype=dtype).for_ranks(1), local_ranks=1)
 
 
 @pytest.mark.parametrize("command", ["simulate", "benchmark", "generate"])
@@ -138,7 +138,7 @@ def test_a_folder_without_weights(pipeline_folder):
     (pipeline_folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     line = answer(RunConfig(model_id=str(pipeline_folder)))
     assert line == f"model_id {pipeline_folder}: must be a pipeline's folder with unet/*.safetensors"
-    checks.check(RunConfig(model_id=str(pipeline_folder), random_weights=True).for_ranks(1), local_ranks=1)
+    preflight.check(RunConfig(model_id=str(pipeline_folder), random_weights=True).for_ranks(1), local_ranks=1)
 
 
 def test_a_unet_of_another_class(pipeline_folder):
@@ -184,7 +184,7 @@ def test_that_is_what_diffusers_does(pipeline_folder):
 
 def test_a_unet_and_a_scheduler_alone_can_be_measured(pipeline_folder):
     (pipeline_folder / "model_index.json").unlink()
-    checks.check(RunConfig(model_id=str(pipeline_folder), device="cpu").for_ranks(1), local_ranks=1)
+    preflight.check(RunConfig(model_id=str(pipeline_folder), device="cpu").for_ranks(1), local_ranks=1)
     assert "model_index.json" in answer(RunConfig(command="generate", model_id=str(pipeline_folder), device="cpu"))
 
 
@@ -197,7 +197,7 @@ def test_a_folder_without_a_scheduler(pipeline_folder):
 def test_a_folder_without_what_reads_the_image(part, pipeline_folder):
     shutil.rmtree(pipeline_folder / part)
     assert part in answer(RunConfig(command="generate", model_id=str(pipeline_folder)))
-    checks.check(RunConfig(command="benchmark", model_id=str(pipeline_folder)).for_ranks(1), local_ranks=1)
+    preflight.check(RunConfig(command="benchmark", model_id=str(pipeline_folder)).for_ranks(1), local_ranks=1)
 
 
 @pytest.mark.parametrize("name", ["unet/config.json", "scheduler/scheduler_config.json"])
@@ -264,7 +264,7 @@ def test_what_the_hub_answers(status, code, said, tmp_path):
 
 
 def test_random_weights_of_the_published_model_need_no_hub():
-    checks.check(RunConfig(model="svd", random_weights=True, device="cpu").for_ranks(1), local_ranks=1)
+    preflight.check(RunConfig(model="svd", random_weights=True, device="cpu").for_ranks(1), local_ranks=1)
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.predict import schedule
-from vdpp_core.runs import kinds, processes, results, runfolder
+from vdpp_core.runs import event_types as kinds
+from vdpp_core.runs import failure, processes, results, runfolder
 from vdpp_core.runs.run import Run
 
 FACTS = {"device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
@@ -84,7 +85,7 @@ RANK_1 = [
 
 def first_cause(folder, exits):
     run = Run(folder)
-    return results.first_cause(run.config, run.events(), exits)
+    return failure.first_cause(run.config, run.events(), exits)
 
 
 def done(t):

@@ -22,7 +22,7 @@ from launch.report import pages
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.config.errors import redacted
 from vdpp_core.config.fields import MODELS
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.models import svd
 from vdpp_core.runs import results, runfolder
 from vdpp_core.runs.events import EventLog
@@ -130,7 +130,7 @@ def model(tmp_path):
 
 def refusal(model):
     with pytest.raises(ConfigError) as caught:
-        checks.check(RunConfig(command="generate", model_id=str(model), device="cpu").for_ranks(1), 1)
+        preflight.check(RunConfig(command="generate", model_id=str(model), device="cpu").for_ranks(1), 1)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -156,7 +156,7 @@ def test_code_that_comes_with_a_model_is_not_executed(model):
         named = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoImageProcessor"), "own.Own")}
         settings.write_text(json.dumps(json.loads(settings.read_text()) | named))
     config = RunConfig(command="generate", model_id=str(model), device="cpu").for_ranks(1)
-    checks.check(config, 1)
+    preflight.check(config, 1)
     assert svd.load_official(config, torch.device("cpu"), torch.float32).image_encoder is not None
 
 

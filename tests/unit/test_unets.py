@@ -8,7 +8,7 @@ from diffusers import UNetSpatioTemporalConditionModel
 
 from vdpp_core import RunConfig, models
 from vdpp_core.models import load_scheduler
-from vdpp_core.models.published import PUBLISHED_SCHEDULER, PUBLISHED_UNET
+from vdpp_core.models.architectures import PUBLISHED_SCHEDULER, PUBLISHED_UNET
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from vdpp_core import ConfigError, RunConfig, models
 from vdpp_core.config.fields import MODELS
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.models import weights
 from vdpp_core.models.svd import load_unet
 
@@ -29,7 +29,7 @@ def broken(several_files, tmp_path):
 
 def refusal(folder):
     with pytest.raises(ConfigError) as caught:
-        checks.check(RunConfig(model_id=str(folder), device="cpu").for_ranks(1), 1)
+        preflight.check(RunConfig(model_id=str(folder), device="cpu").for_ranks(1), 1)
     line = str(caught.value)
     assert "\n" not in line
     assert line.startswith("model_id ")

@@ -21,7 +21,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES, MOST_RANKS
 from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.config.layout import Parallel
-from vdpp_core.config.run import COMMAND_DEFAULTS
+from vdpp_core.config.run_config import COMMAND_DEFAULTS
 
 COMMANDS = {
     "simulate": "Check the logic of a run with the dummy network, on the CPU in fp32.",

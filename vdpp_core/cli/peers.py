@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from vdpp_core.cli import arguments
 from vdpp_core.cli.arguments import N, RunFlags
 from vdpp_core.cli.run import become_torchrun, carry_out, how_many
-from vdpp_core.engine import checks
+from vdpp_core.engine import preflight
 from vdpp_core.parallel.rendezvous import Ranks, agree
 
 
@@ -36,7 +36,7 @@ class Peers:
         wanted, local_ranks = how_many(self.world_size, ranks, alone=2)
         repeats = arguments.whole_number("repeats", self.repeats)
         config = peers_report.configuration(self.run, wanted, local_ranks)
-        checks.check(config.for_ranks(wanted), local_ranks)
+        preflight.check(config.for_ranks(wanted), local_ranks)
         if not ranks.under_torchrun:
             peers_report.place(config)
             become_torchrun(wanted, argv)

@@ -17,9 +17,9 @@ from vdpp_core.cli import arguments, show
 from vdpp_core.cli.arguments import N, RunCommand, shown
 from vdpp_core.config.errors import ConfigError, redacted
 from vdpp_core.config.layout import Parallel
-from vdpp_core.engine import checks
-from vdpp_core.engine.limits import OutOfMemoryError
+from vdpp_core.engine import preflight
 from vdpp_core.engine.measure import keep_freed_memory
+from vdpp_core.engine.memory_limit import OutOfMemoryError
 from vdpp_core.parallel.rendezvous import Ranks, agree
 from vdpp_core.predict import cores_and_disk, memory
 from vdpp_core.predict.schedule import run_times
@@ -45,7 +45,7 @@ class NewRun(RunCommand):
         counted_by = "torchrun" if ranks.under_torchrun and self.world_size is None else "world_size"
         counted = ranks.under_torchrun or self.world_size is not None
         config = arguments.run_config(self.flags, wanted, counted_by, counted)
-        execution = checks.check(config, local_ranks)
+        execution = preflight.check(config, local_ranks)
         if not ranks.under_torchrun:
             runfolder.check_place(config)
         if ranks.rank == 0 and (ranks.under_torchrun or wanted == 1):  # said once, by the process that runs
@@ -80,7 +80,7 @@ def how_many(world_size: str | None, ranks: Ranks, alone: int) -> tuple[int, int
 
 def become_torchrun(ranks: int, argv: Sequence[str]) -> None:
     """Replace this process by torchrun's agent, which starts the same command on every rank."""
-    torchrun = ["-m", "vdpp_core.cli.loopback", f"--nproc_per_node={ranks}"]
+    torchrun = ["-m", "vdpp_core.cli.local_torchrun", f"--nproc_per_node={ranks}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "vdpp_core", *argv])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from vdpp_core.config.run import RunConfig
+from vdpp_core.config.run_config import RunConfig
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -18,10 +18,10 @@ from tqdm import tqdm
 from vdpp_core import models
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
-from vdpp_core.engine import checks, collect
-from vdpp_core.engine.limits import Device, OutOfMemoryError
+from vdpp_core.engine import collect_files, preflight
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
-from vdpp_core.engine.monitor import RankMonitor
+from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
+from vdpp_core.engine.rank_monitor import RankMonitor
 from vdpp_core.models import conditioning
 from vdpp_core.models.conditioning import Conditioning
 from vdpp_core.models.denoising import Denoiser
@@ -50,7 +50,7 @@ def run(config: RunConfig, predict_times: results.PredictTimes | None = None) ->
         ConfigError: this machine cannot do the run; raised before anything is loaded.
     """
     config = config.for_ranks(1)
-    checks.check(config, local_ranks=1)
+    preflight.check(config, local_ranks=1)
     folder = runfolder.create(config)
     try:
         execute(Run(folder), Ranks(0, 1, 0, 1, under_torchrun=False), monitored=False, predict_times=predict_times)
@@ -78,7 +78,7 @@ def execute(run: Run, ranks: Ranks, monitored: bool = True, predict_times: resul
             with joined(config.layout, execution, ranks, run.id) as world:
                 _Rank(run, execution, ranks, world, log, surroundings).work()
                 world.barrier()
-                collect.finish(run, ranks, log, predict_times)
+                collect_files.finish(run, ranks, log, predict_times)
         except BaseException as error:
             log.last_word("error", **_last_words(error))
             raise

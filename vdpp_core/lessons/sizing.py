@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.predict.arguments import checked
+from vdpp_core.predict.checked_arguments import checked
 
 Size = Annotated[float, Field(ge=1e-100, le=1e100)]
 Count = Annotated[int, Field(ge=1, le=10**12)]

@@ -13,8 +13,8 @@ from torch import nn
 
 from vdpp_core.config import RunConfig
 from vdpp_core.models import attention, shortcuts, weights
+from vdpp_core.models.architectures import PUBLISHED_SCHEDULER
 from vdpp_core.models.dummy import DummyUNet
-from vdpp_core.models.published import PUBLISHED_SCHEDULER
 
 if TYPE_CHECKING:
     from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
@@ -60,7 +60,7 @@ def ready(config: RunConfig, unet: Any) -> Any:
 def load_scheduler(config: RunConfig, device: torch.device) -> EulerDiscreteScheduler:
     """Make the scheduler with the run's steps.
 
-    Always Euler's, with EDM sigmas (Karras et al. 2022, "Elucidating the design space"). vdpp_core/engine/checks.py
+    Always Euler's, with EDM sigmas (Karras et al. 2022, "Elucidating the design space"). vdpp_core/engine/preflight.py
     refuses others: solvers that remember earlier steps would need that memory handed on.
     """
     from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler  # takes seconds to import

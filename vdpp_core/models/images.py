@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.run import by_text
+from vdpp_core.config.run_config import by_text
 
 Frames = NDArray[np.uint8]  # (frames, height, width, 3)
 LEAST_SIDE = 2  # pixels: the official pipeline mirrors the image at its edges before resizing it

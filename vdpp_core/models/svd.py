@@ -12,7 +12,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 
 from vdpp_core.config import RunConfig
 from vdpp_core.models import weights
-from vdpp_core.models.published import PUBLISHED
+from vdpp_core.models.architectures import PUBLISHED
 
 if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline

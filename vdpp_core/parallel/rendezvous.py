@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from vdpp_core.config.errors import ConfigError
 
 # Time limit of every group and of the store: waiting for a slow stage is normal and may take hours. A run that hangs is
-# ended by the ranks' monitors (vdpp_core/engine/monitor.py).
+# ended by the ranks' monitors (vdpp_core/engine/rank_monitor.py).
 PATIENCE = timedelta(days=7)
 
 

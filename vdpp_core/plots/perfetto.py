@@ -16,8 +16,9 @@ from typing import Any
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.runs import files, kinds
-from vdpp_core.runs.kinds import Event
+from vdpp_core.runs import event_types as kinds
+from vdpp_core.runs import files
+from vdpp_core.runs.event_types import Event
 from vdpp_core.runs.run import Run
 
 Entry = dict[str, Any]

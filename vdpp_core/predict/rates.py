@@ -21,11 +21,11 @@ from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import costs, schedule
-from vdpp_core.predict.arguments import checked_dataclass
+from vdpp_core.predict.checked_arguments import checked_dataclass
 from vdpp_core.predict.costs import Cost
 from vdpp_core.predict.schedule import Schedule, Seconds
 from vdpp_core.runs import files, machine, other_runs, results, runfolder
-from vdpp_core.runs.kinds import Event
+from vdpp_core.runs.event_types import Event
 from vdpp_core.runs.metrics import Array, Span
 from vdpp_core.runs.run import Run
 

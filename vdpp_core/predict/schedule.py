@@ -13,7 +13,7 @@ from pydantic import Field, SkipValidation
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import IN_FLIGHT, Parallel
-from vdpp_core.predict.arguments import checked, checked_dataclass
+from vdpp_core.predict.checked_arguments import checked, checked_dataclass
 from vdpp_core.runs.metrics import Array, Span, numbers_of
 
 LONGEST_S = 1e9  # thirty years

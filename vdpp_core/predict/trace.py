@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.layout import Parallel
-from vdpp_core.models.published import PUBLISHED_VAE
+from vdpp_core.models.architectures import PUBLISHED_VAE
 from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 

@@ -16,8 +16,9 @@ from typing import Any
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution
 from vdpp_core.config.layout import IN_FLIGHT
-from vdpp_core.runs import kinds, other_runs
-from vdpp_core.runs.kinds import Event, clock_starts, hosts
+from vdpp_core.runs import event_types as kinds
+from vdpp_core.runs import other_runs
+from vdpp_core.runs.event_types import Event, clock_starts, hosts
 from vdpp_core.runs.stalls import LEAST_SILENCE_S, mates
 
 FAR = 10  # times the usual spread
@@ -211,7 +212,10 @@ def _far_beyond(log: _Log, crowd: float) -> list[_Piece]:
     found: list[_Piece] = []
     steps = log.of(kinds.Step, kinds.Pad)
     step_s, _ = of_steps = _usual([piece.seconds for piece in steps] + log.warm)
-    for pieces in (steps, *(log.of(kind) for kind in (kinds.Clock, kinds.Take, kinds.Send, kinds.Finished))):
+    for pieces in (
+        steps,
+        *(log.of(kind) for kind in (kinds.Clock, kinds.Take, kinds.Send, kinds.Finished)),
+    ):
         own_s, spread = of_steps if pieces is steps else _usual([piece.seconds for piece in pieces])
         usual = max(step_s, own_s)
         limit = crowd * usual + max(LEAST_SILENCE_S, usual / 2, FAR * spread)

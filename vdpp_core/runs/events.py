@@ -12,7 +12,7 @@ from typing import Any
 
 from vdpp_core.config.errors import redacted
 from vdpp_core.runs import files
-from vdpp_core.runs.kinds import Event, parse
+from vdpp_core.runs.event_types import Event, parse
 
 _EPOCH = time.time() - time.perf_counter()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from vdpp_core.runs.event_types import Start
 from vdpp_core.runs.files import write_atomically
-from vdpp_core.runs.kinds import Start
 
 PATIENCE_S = 3600.0  # with a run that writes nothing: weights may be downloaded
 

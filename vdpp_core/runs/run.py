@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from vdpp_core.config import RunConfig
-from vdpp_core.runs import events, files, kinds, processes, runfolder, saved_latents
-from vdpp_core.runs.kinds import Event
+from vdpp_core.runs import event_types as kinds
+from vdpp_core.runs import events, files, processes, runfolder, saved_latents
+from vdpp_core.runs.event_types import Event
 
 
 @dataclass(frozen=True)

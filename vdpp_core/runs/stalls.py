@@ -14,9 +14,10 @@ from typing import Literal
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.layout import Parallel
-from vdpp_core.runs import kinds, processes
+from vdpp_core.runs import event_types as kinds
+from vdpp_core.runs import processes
+from vdpp_core.runs.event_types import Event, hosts, position
 from vdpp_core.runs.events import Follower, now
-from vdpp_core.runs.kinds import Event, hosts, position
 from vdpp_core.runs.run import Run, Work
 
 PERIOD_S = 0.5  # between two looks of a watcher

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from vdpp_core.config.fields import LATENT_CHANNELS
-from vdpp_core.models.published import PUBLISHED_SCHEDULER
+from vdpp_core.models.architectures import PUBLISHED_SCHEDULER
 from vdpp_core.tiny_svd.clips import FRAMES, SIZE
 
 GROUPS = 32  # of every group norm in these networks

@@ -19,7 +19,7 @@ from diffusers import AutoencoderKLTemporalDecoder, StableVideoDiffusionPipeline
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
-from vdpp_core.models.published import PUBLISHED_SCHEDULER
+from vdpp_core.models.architectures import PUBLISHED_SCHEDULER
 from vdpp_core.plots import video_quality
 from vdpp_core.runs import machine
 from vdpp_core.tiny_svd import model

@@ -48,9 +48,9 @@ _MAINS = {  # what can be forked, and the module whose `main` it is
     "launch.supervisor": "launch.supervisor",
     "vdpp_core": "vdpp_core.__main__",
     "vdpp_core.compare.link_probe": "vdpp_core.compare.link_probe",
-    "vdpp_core.cli.loopback": "vdpp_core.cli.loopback",
+    "vdpp_core.cli.local_torchrun": "vdpp_core.cli.local_torchrun",
 }
-_AGENTS = ("launch.supervisor", "vdpp_core.cli.loopback")  # those that start others
+_AGENTS = ("launch.supervisor", "vdpp_core.cli.local_torchrun")  # those that start others
 _IMPORTED = [
     *_MAINS.values(),
     "diffusers.models.unets.unet_spatio_temporal_condition",
@@ -318,7 +318,7 @@ def _detach(log: Path) -> None:
 def _show_as(name: str) -> None:
     """What forks for others neither waits for its children nor is taken for a supervisor."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    forking.show([sys.executable, "-m", "launch.warm", name], os.environ)
+    forking.show([sys.executable, "-m", "launch.warm_start", name], os.environ)
 
 
 def _has_children() -> bool:

@@ -1,6 +1,6 @@
 """torchrun for the ranks of one machine, out of reach of other machines.
 
-    python -m vdpp_core.cli.loopback --nproc_per_node=N -m …
+    python -m vdpp_core.cli.local_torchrun --nproc_per_node=N -m …
 
 torchrun's own store listens on every interface, whatever address it is given; only a socket that is already bound
 prevents that. Users who call torchrun themselves, or need several machines, get torchrun's own rendezvous.

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import launch
-from launch import warm
+from launch import warm_start
 from vdpp_core import Parallel, RunConfig
 
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 SHORT = RunConfig(model="dummy", total_steps=4, num_samples=3, latent_shape=(1, 4, 2, 8, 8), device="cpu")
-PACKAGES = Path(warm.__file__).parents[1]
+PACKAGES = Path(warm_start.__file__).parents[1]
 
 
 def servers(kind: str = "server") -> list[psutil.Process]:
@@ -31,7 +31,7 @@ def servers(kind: str = "server") -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            is_one = process.cmdline()[1:] == ["-m", "launch.warm", kind]
+            is_one = process.cmdline()[1:] == ["-m", "launch.warm_start", kind]
             if is_one and process.environ()["XDG_RUNTIME_DIR"] == os.environ["XDG_RUNTIME_DIR"]:
                 found.append(process)
         except psutil.Error:
@@ -83,9 +83,9 @@ def test_warm_ranks_are_as_cold_ones(
     latents, looks, peaks = {}, {}, {}
     for way in ("cold", "warm"):
         if way == "cold":
-            monkeypatch.setenv(warm.COLD, "1")
+            monkeypatch.setenv(warm_start.COLD, "1")
         else:
-            monkeypatch.delenv(warm.COLD)
+            monkeypatch.delenv(warm_start.COLD)
         config = RunConfig(total_steps=24, num_samples=3, num_frames=3, save_latents=True, parallel=Parallel(pp=2))
         job = launch.start(config.replace(output_dir=Path(way) / "a run"))
         launcher = launcher_of(job)
@@ -100,7 +100,7 @@ def test_warm_ranks_are_as_cold_ones(
         assert [rank.environ()["RANK"] for rank in ranks] == ["0", "1"]
         assert {process.environ()["SAID_BY"] for process in [launcher, *ranks]} == {"the caller"}
         assert {os.getsid(rank.pid) for rank in ranks} == {rank.pid for rank in ranks}
-        looks[way] = [start["threads"] for start in starts], [rank.num_threads() for rank in ranks]
+        looks[way] = [start.threads for start in starts], [rank.num_threads() for rank in ranks]
         assert (launcher.parent() == server) == (way == "warm")
         finish(job, wait_until)
         assert ("cold start: VDPP_COLD is set" in log_of(job)) == (way == "cold")
@@ -130,8 +130,8 @@ def test_a_process_with_threads_is_not_forked():
     thread = threading.Thread(target=event.wait)
     thread.start()
     try:
-        with pytest.raises(warm.StartError, match="threads"):
-            warm._import_all()
+        with pytest.raises(warm_start.StartError, match="threads"):
+            warm_start._import_all()
     finally:
         event.set()
         thread.join()
@@ -161,7 +161,7 @@ def test_a_run_outlives_the_server(tmp_path: Path, server: psutil.Process, wait_
 def test_an_idle_server_ends_and_leaves_nothing(
     own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ):
-    monkeypatch.setenv(warm.IDLE, "1")
+    monkeypatch.setenv(warm_start.IDLE, "1")
     job = launch.start(SHORT.replace(output_dir=tmp_path / "run"))
     wait_until(servers, 60)
     wait_until(lambda: not servers(), 15)
@@ -186,15 +186,15 @@ def test_the_key_is_that_of_the_sources_and_of_what_libraries_read(tmp_path: Pat
     for package in ("launch", "vdpp_core"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "one.py").write_text("")
-    monkeypatch.setattr(warm, "_ROOT", tmp_path)
-    keys = [warm.key()]
+    monkeypatch.setattr(warm_start, "_ROOT", tmp_path)
+    keys = [warm_start.key()]
     os.utime(tmp_path / "launch" / "one.py", (1, 1))
-    keys.append(warm.key())
+    keys.append(warm_start.key())
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    keys.append(warm.key())
+    keys.append(warm_start.key())
     assert len(set(keys)) == 3
     monkeypatch.setenv("SAID_BY", "the caller")
-    assert warm.key() == keys[-1]
+    assert warm_start.key() == keys[-1]
 
 
 @pytest.mark.parametrize("place", ["a file", "open to others"])
@@ -217,7 +217,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, server: psutil.Process, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ):
     """And what was asked of it is not done later, beside what was started instead."""
-    monkeypatch.setattr(warm.forking, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(warm_start.forking, "PATIENCE_S", 1.0)
     server.send_signal(signal.SIGSTOP)
     try:
         job = launch.start(SHORT.replace(output_dir=tmp_path / "run"))
