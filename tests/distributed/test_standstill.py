@@ -40,7 +40,7 @@ def test_a_rank_that_is_stopped_for_seconds(tmp_path: Path, wait_until: Callable
     assert result["outcome"] == "ok"
     after = next(event for event in rank_1() if event.t > stands + 1)
     (line,) = [line for line in result["disturbed"] if line.startswith(("rank 1 ", "ranks 0, 1 "))]
-    assert f"sample {after['sample']}" in line
+    assert f"sample {after.sample}" in line
     seconds = float(line.partition(" took ")[2].partition(" s ")[0])
     assert seconds > STOPPED_S - 0.5
     assert line in tables.table([job.folder])["disturbed"][0]

@@ -80,7 +80,7 @@ def test_warm_ranks_are_as_cold_ones(
     """The same latents, threads, memory and names; the caller's folder and environment; the doubles are in force."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAID_BY", "the caller")
-    latents, looks, peaks = {}, {}, {}
+    latents, threads, peaks = {}, {}, {}
     for way in ("cold", "warm"):
         if way == "cold":
             monkeypatch.setenv(warm_start.COLD, "1")
@@ -100,14 +100,14 @@ def test_warm_ranks_are_as_cold_ones(
         assert [rank.environ()["RANK"] for rank in ranks] == ["0", "1"]
         assert {process.environ()["SAID_BY"] for process in [launcher, *ranks]} == {"the caller"}
         assert {os.getsid(rank.pid) for rank in ranks} == {rank.pid for rank in ranks}
-        looks[way] = [start.threads for start in starts], [rank.num_threads() for rank in ranks]
+        threads[way] = [start.threads for start in starts]
         assert (launcher.parent() == server) == (way == "warm")
         finish(job, wait_until)
         assert ("cold start: VDPP_COLD is set" in log_of(job)) == (way == "cold")
         assert (doubles / f"{ranks[0].pid}.jsonl").exists()
         peaks[way] = job.result()["max_peak_memory_gb"]
         latents[way] = [job.run.load_latents(sample) for sample in range(3)]
-    assert looks["warm"] == looks["cold"]
+    assert threads["warm"] == threads["cold"]
     assert peaks["warm"] == pytest.approx(peaks["cold"], abs=0.004)
     assert all(map(torch.equal, latents["warm"], latents["cold"]))
 
