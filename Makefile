@@ -6,6 +6,8 @@ UNIT := OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile
 RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 WITH_RANKS := tests/notebooks tests/distributed/test_survival.py tests/browser tests/distributed # the longest files first
 
+ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py warm_starts.py lockstep.py)
+
 .PHONY: report figures test test-all lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
@@ -14,9 +16,9 @@ report: $(READY) ## execute the notebooks and render HTML into figures/reports
 figures: $(READY) ## the same, and replace the pictures in figures/ that the README shows
 	$(VENV)/python -m launch report --update-figures
 
-test: $(READY) ## what shows that a change is right, in minutes: all but the tests marked "again"
+test: $(READY) ## what shows that a change is right, in minutes: the tests without ranks, exactness, launching, failures
 	$(UNIT) -m "not again" tests/unit
-	$(RANKS) -m "not again" $(WITH_RANKS)
+	$(RANKS) -m "not again" $(ESSENTIAL)
 
 test-all: $(READY) ## everything, as CI does
 	$(UNIT) tests/unit

@@ -138,6 +138,8 @@ def test_arrivals_are_waited_for():
     assert row(apart, "dp 4")["utilisation"] < row(at_once, "dp 4")["utilisation"]
 
 
+@pytest.mark.again
+@pytest.mark.again
 @pytest.mark.parametrize("layout", [Parallel(), Parallel(dp=2, fsdp=True), Parallel(cfg=2, frames=2)])
 def test_counted_for_one_sample_it_is_as_counted_for_all(layout):
     config = RunConfig(device="cuda", num_samples=9, latent_shape=(1, 4, 6, 24, 24), parallel=layout)

@@ -340,6 +340,7 @@ def test_the_longest_run_is_split_at_once():
 PLAIN = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}  # no × and no –
 
 
+@pytest.mark.again
 @pytest.mark.parametrize(
     ("line", "code", "environment"),
     [

@@ -207,6 +207,7 @@ def test_what_a_communicator_takes_is_a_slope() -> None:
         assert check.communicator_gib(untold) is None
 
 
+@pytest.mark.again
 def test_what_was_measured_is_predicted_with_on_the_same_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicators, "MEASURED", tmp_path)
     ended = [{"communicators": number, "context_gib": 0.5 + 0.3 * number, "outcome": "ok"} for number in (0, 2)]
@@ -272,6 +273,7 @@ def test_a_run_that_failed_is_named_and_written_with_the_others(
     assert [row["outcome"] for row in json.loads(path.read_text())["rows"]] == ["failed", "ok"]
 
 
+@pytest.mark.again
 def make_gpu_check(*variables: str) -> subprocess.CompletedProcess[str]:
     """`make gpu-check` with the Python of this process, and without installing anything."""
     project = Path(__file__).parents[2]

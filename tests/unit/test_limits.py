@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not can_limit("cpu"), reason="a process's memory
 BEGIN = """
 import json, resource
 import numpy, torch
-from vdpp_core.engine.limits import Device
+from vdpp_core.engine.memory_limit import Device
 device, hundred = Device(torch.device("cpu"), LIMIT), 25 * 2**20  # values of fp32 in 100 MiB
 """
 

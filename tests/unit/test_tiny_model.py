@@ -58,6 +58,7 @@ def test_sigmas_cover_the_schedule_and_stay_within_it():
     assert (drawn > 100).float().mean() > 0.01
 
 
+@pytest.mark.again
 def test_the_shipped_model_is_small_and_its_autoencoder_good():
     folder = Path(str(MODELS["tiny"]))
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 14e6
