@@ -8,7 +8,7 @@ WITH_RANKS := tests/notebooks tests/distributed/test_survival.py tests/browser t
 
 ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py warm_starts.py lockstep.py)
 
-.PHONY: report figures test test-all lab lint benchmark gpu-check
+.PHONY: report figures test test-all test-again lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
@@ -20,9 +20,12 @@ test: $(READY) ## what shows that a change is right, in minutes: the tests witho
 	$(UNIT) -m "not again" tests/unit
 	$(RANKS) -m "not again" $(ESSENTIAL)
 
-test-all: $(READY) ## everything, as CI does
+test-all: $(READY) ## what CI runs: everything but repetitions in further layouts (those marked "again" need ranks)
 	$(UNIT) tests/unit
-	$(RANKS) $(WITH_RANKS)
+	$(RANKS) -m "not again" $(WITH_RANKS)
+
+test-again: $(READY) ## the repetitions in further layouts
+	$(RANKS) -m again tests/distributed
 
 lab: $(READY) ## open the workbook
 	$(VENV)/jupyter lab --allow-root notebooks
