@@ -20,12 +20,13 @@ test: $(READY) ## what shows that a change is right, in minutes: the tests witho
 	$(UNIT) -m "not again" tests/unit
 	$(RANKS) -m "not again" $(ESSENTIAL)
 
-test-all: $(READY) ## what CI runs: everything but repetitions in further layouts (those marked "again" need ranks)
-	$(UNIT) tests/unit
+test-all: $(READY) ## what CI runs: everything but slow tests and repetitions in further layouts
+	$(UNIT) -m "not again" tests/unit
 	$(RANKS) -m "not again" $(WITH_RANKS)
 
-test-again: $(READY) ## the repetitions in further layouts
-	$(RANKS) -m again tests/distributed
+test-again: $(READY) ## slow tests, and repetitions in further layouts
+	$(UNIT) -m again tests/unit
+	$(RANKS) -m again tests/notebooks tests/distributed
 
 lab: $(READY) ## open the workbook
 	$(VENV)/jupyter lab --allow-root notebooks

@@ -137,6 +137,8 @@ def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
     wait_until(lambda: not machines.pids(), 15)
 
 
+@pytest.mark.again
+@pytest.mark.again
 def test_frames_over_two_machines_with_a_shared_folder(machines: Machines, tmp_path: Path, wait_until: WaitUntil):
     arguments = ["benchmark", "--total-steps", "3", "--frames", "2", "--output-dir", str(tmp_path / "shared")]
     machines.start("shared", *arguments)

@@ -28,13 +28,15 @@ import json, sys
 import torch
 from vdpp_core import RunConfig
 from vdpp_core.engine.measure import MemoryMeter, keep_freed_memory
+from vdpp_core.config.execution import resolve
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.parallel.world import joined
 from vdpp_core.parallel import fsdp
 
 config = RunConfig(**json.loads(sys.argv[1]))
 keep_freed_memory(False)
-with joined(config, Ranks.from_environment(), "loading") as world:
+ranks = Ranks.from_environment()
+with joined(config.layout, resolve(config, ranks.local_world_size), ranks, "loading") as world:
     unet = fsdp.structure(config, world.shards, torch.float32)
     meter = MemoryMeter(world.device)
     meter.reset()

@@ -11,6 +11,8 @@ import pytest
 
 from tests.notebooks.conftest import PREDICTING, assert_renders, texts
 
+pytestmark = pytest.mark.again  # minutes
+
 
 @pytest.mark.parametrize("name", PREDICTING)
 def test_executes_and_renders_to_a_page_that_needs_no_network(
