@@ -125,7 +125,8 @@ def test_harm_in_the_middle(harm, rank, cause, tmp_path: Path, undisturbed, wait
     family = in_the_middle(job.folder, wait_until)
     harm(family)
     if harm is stop_rank:
-        wait_until(lambda: "rank 1 has been silent" in (job.progress()["stalled"] or ""), 15)  # named before it is ended
+        # it is named before it is ended
+        wait_until(lambda: "rank 1 has been silent" in (job.progress()["stalled"] or ""), 15)
     result = result_of(job, 15)
     failure = result["failure"]
     assert (result["outcome"], failure["rank"]) == ("failed", rank)
