@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ PACKAGES = Path(warm_start.__file__).parents[1]
 
 
 def servers(kind: str = "server") -> list[psutil.Process]:
-    """The servers, or nurseries, of this session of tests, or of the folder that a test has for its own."""
+    """The servers, or nurseries, of this module, or of the folder that a test has for its own."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -54,9 +55,17 @@ def finish(job: launch.Job, wait_until: WaitUntil) -> None:
     wait_until(lambda: not job.run.launcher_alive(), 30)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def folder_of_this_module() -> Iterator[None]:
+    """A folder for sockets without the servers that other tests have left, in other environments."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+
+
 @pytest.fixture
 def server(tmp_path: Path, wait_until: WaitUntil) -> psutil.Process:
-    """The server of this session."""
+    """The server of this module's tests."""
     if not servers():
         finish(launch.start(SHORT.replace(output_dir=tmp_path / "first")), wait_until)
     (found,) = servers()
