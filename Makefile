@@ -6,9 +6,9 @@ UNIT := OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile
 RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 WITH_RANKS := tests/notebooks tests/distributed/test_survival.py tests/browser tests/distributed # the longest files first
 
-ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py warm_starts.py lockstep.py)
+ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py warm_starts.py)
 
-.PHONY: report figures test test-all test-again lab lint benchmark gpu-check
+.PHONY: report figures test test-all lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
@@ -16,17 +16,13 @@ report: $(READY) ## execute the notebooks and render HTML into figures/reports
 figures: $(READY) ## the same, and replace the pictures in figures/ that the README shows
 	$(VENV)/python -m launch report --update-figures
 
-test: $(READY) ## what shows that a change is right, in minutes: the tests without ranks, exactness, launching, failures
-	$(UNIT) -m "not again" tests/unit
-	$(RANKS) -m "not again" $(ESSENTIAL)
+test: $(READY) ## what shows that a change is right, in minutes: tests without ranks, exactness, launching, failures
+	$(UNIT) -m "not slow" tests/unit
+	$(RANKS) -m "not slow" $(ESSENTIAL)
 
-test-all: $(READY) ## what CI runs: everything but slow tests and repetitions in further layouts
-	$(UNIT) -m "not again" tests/unit
-	$(RANKS) -m "not again" $(WITH_RANKS)
-
-test-again: $(READY) ## slow tests, and repetitions in further layouts
-	$(UNIT) -m again tests/unit
-	$(RANKS) -m again tests/notebooks tests/distributed
+test-all: $(READY) ## everything, as CI runs it
+	$(UNIT) tests/unit
+	$(RANKS) $(WITH_RANKS)
 
 lab: $(READY) ## open the workbook
 	$(VENV)/jupyter lab --allow-root notebooks

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+import launch
+from launch import warm_start
 from tests import patience
 from tests.doubles.checking import CALLS, check
+from vdpp_core import RunConfig
+from vdpp_core.runs.run import Run
 
 DOUBLES = Path(__file__).parents[1] / "doubles"
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -61,11 +65,29 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.fixture(scope="session")
+def warm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """warm_ranks(ranks, *run folders): forked ranks execute prepared runs one after another, in one process each."""
+    root = tmp_path_factory.mktemp("warm-ranks")
+    first = RunConfig(model="dummy", total_steps=1, latent_shape=(1, 4, 2, 8, 8), output_dir=root / "first")
+    assert launch.start(first).wait(120)["outcome"] == "ok"  # and a server stays
+
+    def run(ranks: int, *folders: Path, timeout: float = 480) -> None:
+        torchrun = ["vdpp_core.cli.local_torchrun", f"--nproc_per_node={ranks}", "-m", "vdpp_core"]
+        with (root / f"{ranks}.log").open("w") as log:
+            agent = warm_start.start([*torchrun, "run", *map(str, folders)], log.fileno(), log.fileno())
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(agent).wait(timeout)
+        assert all(Run(folder).result() for folder in folders), (root / f"{ranks}.log").read_text()
+
+    return run
+
+
 @pytest.fixture
 def torchrun_in_background(tmp_path: Path) -> Callable[..., Any]:
     """with torchrun_in_background(ranks, …) as process: nothing of it is left afterwards."""
 
-    @contextmanager
+    @contextlib.contextmanager
     def start(ranks: int, *arguments: Any) -> Iterator[Process]:
         command = [*COMMAND, f"--nproc_per_node={ranks}", "-m", "vdpp_core", *map(str, arguments)]
         with (tmp_path / "torchrun.log").open("wb") as log:

@@ -58,7 +58,7 @@ def test_messages_are_late(tmp_path: Path) -> None:
     assert receiver == {"nan_before": True, "got": [2.0] * 4, "synchronisation_waits": True}
 
 
-@pytest.mark.again
+@pytest.mark.slow
 @pytest.mark.parametrize("queues", ["one queue a pair", "one queue a group"])
 def test_synchronising_the_device_at_any_moment_locks_nothing_up(
     queues: str,

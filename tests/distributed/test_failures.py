@@ -87,10 +87,10 @@ def assert_no_rank_is_left(folder, ranks=2):
 @pytest.mark.parametrize(
     ("rank", "parallel"),
     [
-        pytest.param(0, Parallel(pp=2), marks=pytest.mark.again),
-        pytest.param(1, Parallel(dp=2, fsdp=True), marks=pytest.mark.again),
+        pytest.param(0, Parallel(pp=2), marks=pytest.mark.slow),
+        pytest.param(1, Parallel(dp=2, fsdp=True), marks=pytest.mark.slow),
         (0, Parallel(frames=2)),
-        pytest.param(1, Parallel(cfg=2), marks=pytest.mark.again),
+        pytest.param(1, Parallel(cfg=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -122,7 +122,7 @@ def test_torchrun_itself_is_killed(long_run, torchrun_in_background, wait_until)
     assert_what_is_finished_is_whole(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.again)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_torchrun_is_told_to_end(number, long_run, torchrun_in_background, wait_until):
     folder = long_run()
     with torchrun_in_background(2, "run", folder) as process:
@@ -137,7 +137,7 @@ def test_torchrun_is_told_to_end(number, long_run, torchrun_in_background, wait_
     assert_what_is_finished_is_whole(folder)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.again), 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_stands_still(rank, long_run, torchrun_in_background, wait_until):
     folder = long_run(timeout_s=5)
     with torchrun_in_background(2, "run", folder):
@@ -156,6 +156,7 @@ def test_a_rank_stands_still(rank, long_run, torchrun_in_background, wait_until)
     assert_what_is_finished_is_whole(folder)
 
 
+@pytest.mark.slow
 def test_a_rank_stands_still_when_the_others_are_done(long_run, torchrun_in_background, wait_until):
     folder = long_run(timeout_s=5, total_steps=3000, num_samples=1, stage_weights=(1, 3000), warmup_samples=0)
 
@@ -174,6 +175,7 @@ def test_a_rank_stands_still_when_the_others_are_done(long_run, torchrun_in_back
     assert_where_it_was(folder, result["failure"], 1)
 
 
+@pytest.mark.slow
 def test_a_run_alone_is_interrupted(long_run, tmp_path, wait_until):
     """Ctrl-C, without torchrun."""
     folder = long_run(parallel=Parallel())

@@ -35,15 +35,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def folders(torchrun, tmp_path_factory):
+def folders(warm_ranks, tmp_path_factory):
     """The run folder of each case."""
     root, made = tmp_path_factory.mktemp("generate"), {}
     for number, (name, (ranks, arguments)) in enumerate(CASES.items()):
         config = RunConfig(command="generate", output_dir=root / str(number), **arguments)
         made[name] = runfolder.create(config.for_ranks(ranks))
     for ranks in (1, 2, 3):
-        process = torchrun(ranks, "run", *[made[name] for name, (needed, _) in CASES.items() if needed == ranks])
-        assert process.returncode == 0, process.stderr
+        warm_ranks(ranks, *[made[name] for name, (needed, _) in CASES.items() if needed == ranks])
     return made
 
 

@@ -170,6 +170,7 @@ def test_a_stopped_sweep_drops_what_waits(tmp_path: Path, wait_until: WaitUntil)
     assert not pids(sweep.jobs[1].folder)
 
 
+@pytest.mark.slow
 def test_the_same_from_a_terminal(tmp_path: Path, wait_until: WaitUntil):
     flags = ["benchmark", "--num-samples", "500", "--num-frames", "4", "--threads", "1", "--json"]
     started = launch_command(tmp_path, "start", "--nproc", "2", *flags)

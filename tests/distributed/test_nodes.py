@@ -137,8 +137,7 @@ def test_a_step_pipeline_over_two_machines_gives_the_same_bits_and_is_gathered(
     wait_until(lambda: not machines.pids(), 15)
 
 
-@pytest.mark.again
-@pytest.mark.again
+@pytest.mark.slow
 def test_frames_over_two_machines_with_a_shared_folder(machines: Machines, tmp_path: Path, wait_until: WaitUntil):
     arguments = ["benchmark", "--total-steps", "3", "--frames", "2", "--output-dir", str(tmp_path / "shared")]
     machines.start("shared", *arguments)
@@ -202,7 +201,7 @@ def in_mid_run(machines: Machines, run_id: str, wait_until: WaitUntil) -> list[P
     return folders
 
 
-@pytest.mark.again
+@pytest.mark.slow
 def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: WaitUntil):
     folders = in_mid_run(machines, "killed", wait_until)
     (start,) = [event for event in Run(folders[1]).events() if event.kind == "start"]
@@ -215,7 +214,7 @@ def test_a_killed_rank_is_named_on_both_sides(machines: Machines, wait_until: Wa
     wait_until(lambda: not machines.pids(), 15)
 
 
-@pytest.mark.again
+@pytest.mark.slow
 def test_a_folder_that_is_gone_on_one_machine_ends_the_run_on_both(machines: Machines, wait_until: WaitUntil):
     folders = in_mid_run(machines, "gone", wait_until)
     while folders[0].exists():
@@ -230,7 +229,7 @@ def samples_in(folder: Path) -> int:
     return sum(event.kind == "sample" for event in Run(folder).events())
 
 
-@pytest.mark.again
+@pytest.mark.slow
 def test_a_stop_on_one_machine_ends_all(machines: Machines, wait_until: WaitUntil):
     folders = in_mid_run(machines, "stopped", wait_until)
     assert "stopped" in machines[0].launch("stop", "stopped").communicate(timeout=200)[0]

@@ -178,6 +178,7 @@ def test_an_idle_server_ends_and_leaves_nothing(
     finish(job, wait_until)
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_its_version_of_the_sources(own_folder: Path, tmp_path: Path, wait_until: WaitUntil):
     for package in ("launch", "vdpp_core"):
         shutil.copytree(PACKAGES / package, tmp_path / "sources" / package)

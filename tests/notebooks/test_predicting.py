@@ -11,7 +11,7 @@ import pytest
 
 from tests.notebooks.conftest import PREDICTING, assert_renders, texts
 
-pytestmark = pytest.mark.again  # minutes
+pytestmark = pytest.mark.slow  # minutes
 
 
 @pytest.mark.parametrize("name", PREDICTING)

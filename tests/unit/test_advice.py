@@ -138,8 +138,7 @@ def test_arrivals_are_waited_for():
     assert row(apart, "dp 4")["utilisation"] < row(at_once, "dp 4")["utilisation"]
 
 
-@pytest.mark.again
-@pytest.mark.again
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Parallel(), Parallel(dp=2, fsdp=True), Parallel(cfg=2, frames=2)])
 def test_counted_for_one_sample_it_is_as_counted_for_all(layout):
     config = RunConfig(device="cuda", num_samples=9, latent_shape=(1, 4, 6, 24, 24), parallel=layout)
@@ -149,6 +148,7 @@ def test_counted_for_one_sample_it_is_as_counted_for_all(layout):
     assert Predictor().cost(config) == costs.cost(config)
 
 
+@pytest.mark.slow
 def test_the_documents_hardest_video_on_seven_cards_is_soonest_by_frames():
     known = published.rates(3)
     table = advise(SVD, 7, "latency", known, capacity_gib=24)
@@ -164,6 +164,7 @@ def test_the_documents_hardest_video_on_seven_cards_is_soonest_by_frames():
     assert by_frames["peak_gib"] < fsdp["peak_gib"]
 
 
+@pytest.mark.slow
 def test_the_documents_comparison_is_won_by_seven_replicas(capsys):
     flags = "--model svd --latent-shape 1 4 14 40 72 --num-samples 14 --guidance-scale 1 --goal throughput"
     card = "--capacity-gib 24 --tflops 47 --link-gb-per-s 0.87"  # as published for the A5000

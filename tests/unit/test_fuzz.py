@@ -110,6 +110,7 @@ def answer(main: Callable[[list[str]], None], words: list[str], capsys: pytest.C
     return code, last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main", "lines"),
     [(vdpp_core.__main__.main, inputs.core_lines), (launch.__main__.main, inputs.launch_lines)],
@@ -340,7 +341,7 @@ def test_the_longest_run_is_split_at_once():
 PLAIN = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}  # no × and no –
 
 
-@pytest.mark.again
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "code", "environment"),
     [

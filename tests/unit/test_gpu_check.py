@@ -207,7 +207,7 @@ def test_what_a_communicator_takes_is_a_slope() -> None:
         assert check.communicator_gib(untold) is None
 
 
-@pytest.mark.again
+@pytest.mark.slow
 def test_what_was_measured_is_predicted_with_on_the_same_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicators, "MEASURED", tmp_path)
     ended = [{"communicators": number, "context_gib": 0.5 + 0.3 * number, "outcome": "ok"} for number in (0, 2)]
@@ -225,6 +225,7 @@ def test_what_was_measured_is_predicted_with_on_the_same_cards(tmp_path: Path, m
             assert communicators.gib_each() == (communicators.ASSUMED_GIB, "assumed")
 
 
+@pytest.mark.slow
 def test_all_of_it_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,7 +274,7 @@ def test_a_run_that_failed_is_named_and_written_with_the_others(
     assert [row["outcome"] for row in json.loads(path.read_text())["rows"]] == ["failed", "ok"]
 
 
-@pytest.mark.again
+@pytest.mark.slow
 def make_gpu_check(*variables: str) -> subprocess.CompletedProcess[str]:
     """`make gpu-check` with the Python of this process, and without installing anything."""
     project = Path(__file__).parents[2]
@@ -283,6 +284,7 @@ def make_gpu_check(*variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=project, env=hidden)
 
 
+@pytest.mark.slow
 def test_dry_it_prints_its_plan_and_runs_nothing() -> None:
     ended = make_gpu_check("DRY=1", "FAKE_CARDS=7,8.6,23.68")
     assert ended.returncode == 0, ended.stderr

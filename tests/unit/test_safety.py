@@ -77,6 +77,7 @@ def test_a_job_is_out_of_reach_of_other_machines(tmp_path):
     assert run.wait(60)["outcome"] == "ok"
 
 
+@pytest.mark.slow
 def test_ranks_started_by_a_flag_are_out_of_reach_of_other_machines(tmp_path):
     command = [sys.executable, "-m", "vdpp_core", "simulate", "--world-size", "2", "--num-samples", "50"]
     with subprocess.Popen([*command, "--output-dir", str(tmp_path / "run")], stdout=subprocess.DEVNULL) as process:

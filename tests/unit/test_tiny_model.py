@@ -58,7 +58,7 @@ def test_sigmas_cover_the_schedule_and_stay_within_it():
     assert (drawn > 100).float().mean() > 0.01
 
 
-@pytest.mark.again
+@pytest.mark.slow
 def test_the_shipped_model_is_small_and_its_autoencoder_good():
     folder = Path(str(MODELS["tiny"]))
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 14e6
@@ -66,6 +66,7 @@ def test_the_shipped_model_is_small_and_its_autoencoder_good():
     assert -10 * np.log10(((clips - shown) ** 2).mean()) >= 26
 
 
+@pytest.mark.slow
 def test_the_shipped_model_animates_images_that_it_never_saw():
     """Of eight, in fewer steps than `judge` takes; its figures are in TRAINING.md."""
     pipeline, scenes = judge.load(str(MODELS["tiny"])), held_out(8)

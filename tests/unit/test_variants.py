@@ -123,7 +123,7 @@ def test_a_folder_without_the_file_that_its_variant_should_have(tmp_path: Path) 
         weights.files(folder, torch.float16)
 
 
-@pytest.mark.again
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_a_run_that_succeeds_says_nothing_on_the_side(dtype: str, tmp_path: Path) -> None:
     arguments = ["--total-steps", "1", "--num-frames", "2", "--threads", "1", "--output-dir", str(tmp_path / "run")]
