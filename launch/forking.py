@@ -13,8 +13,9 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,25 @@ def _prctl(option: int, *arguments: int) -> None:
         raise StartError(f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
-def ask(connection: socket.socket, words: Sequence[str], environment: Mapping[str, str], files: Sequence[int]) -> int:
+def confines() -> list[Any]:
+    """What a process cannot take on: hard limits and a priority that only root may lift, and namespaces."""
+    limits = [resource.getrlimit(kind)[1] for kind in _limits()]
+    spaces = sorted(str(path.readlink()) for path in Path("/proc/self/ns").iterdir())
+    return [os.getpriority(os.PRIO_PROCESS, 0), limits, spaces]
+
+
+def ask(
+    connection: socket.socket,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    files: Sequence[int],
+    note: Callable[[int], None] | None = None,
+) -> int:
     """Have the process at the other end become `python -m words…`, with this one's folder, limits and priority.
 
     Args:
         files: its stdout and stderr.
+        note: called with its pid, before it does anything.
 
     Returns:
         Its pid. It does nothing before the caller has it, so that one that nobody waits for any more never runs.
@@ -136,8 +151,11 @@ def ask(connection: socket.socket, words: Sequence[str], environment: Mapping[st
     answer = _receive(connection)[0]
     if "error" in answer:
         raise StartError(answer["error"])
+    pid = int(answer["pid"])
+    if note is not None:
+        note(pid)
     _send(connection, {})
-    return int(answer["pid"])
+    return pid
 
 
 def become(connection: socket.socket) -> list[str]:
@@ -189,6 +207,7 @@ def _take_on(request: Mapping[str, Any], files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     time.tzset()
+    tempfile.tempdir = None  # what TMPDIR was for who imported
     _hold_pages()
     np.random.seed()  # Python's own generator sees to itself, and torch's starts with the same numbers everywhere
     sys.argv = list(request["words"])

@@ -281,10 +281,13 @@ def launch(folders: Sequence[Path], log: Path, sweep: Path | None = None, nodes:
         words += ["--sweep", str(sweep)]
     if nodes is not None:
         words += nodes.as_flags()
+
+    def note(pid: int) -> None:
+        for folder in folders:
+            processes.write_launcher(folder, pid, alone=nodes is None)
+
     with log.open("ab") as file:
-        pid = warm_start.start(words, stdout=file.fileno(), stderr=file.fileno())
-    for folder in folders:
-        processes.write_launcher(folder, pid, alone=nodes is None)
+        warm_start.start(words, stdout=file.fileno(), stderr=file.fileno(), note=note)
 
 
 def attach(run_id: str, root: Path | None = None) -> Job | Sweep:

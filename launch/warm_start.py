@@ -31,9 +31,11 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from launch import forking
 from launch.forking import PATIENCE_S, StartError
@@ -64,6 +66,7 @@ _IMPORTED = [
 # While they are imported, OpenBLAS must not make threads, and nobody may ask the CUDA driver for devices.
 _WHILE_IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _NAMES = "VDPP_WHILE_IMPORTING"  # which of them the caller had not set
+_KEY = "VDPP_KEY"  # what the caller's key was when it started a Python
 # Variables that libraries read when they are loaded: a server for each set of them.
 _READ_ON_IMPORT = (
     *("ACCELERATE", "CUBLAS", "CUDA", "DIFFUSERS", "DNNL", "GOMP", "HF_", "HOME", "HUGGINGFACE", "KMP", "LANG", "LC_"),
@@ -81,30 +84,36 @@ _READ_ON_IMPORT = (
         "SAFETENSORS",
         "TORCH",
     ),
-    *("TRANSFORMERS", "USE_", "VDPP", "XDG_CACHE"),
+    *("TRANSFORMERS", "USE_", "VDPP", "XDG_CACHE", "NPY_"),
+    *("LSB_JOBID", "PBS_JOBID", "SLURM_JOB"),  # a batch system ends the server with the job that left it
 )
-_NOT_READ = (COLD, _NAMES, "TORCHINDUCTOR_CACHE_DIR")  # the last one is set by torch itself
+_NOT_READ = (COLD, _NAMES, _KEY, "TORCHINDUCTOR_CACHE_DIR")  # the last one is set by torch itself
 
 _nursery: int | None = None
 
 
-def start(words: Sequence[str], stdout: int, stderr: int) -> int:
+def start(words: Sequence[str], stdout: int, stderr: int, note: Callable[[int], None] | None = None) -> int:
     """Start `python -m words…` in the background, in a session of its own, and return its pid.
 
     Args:
         stdout: file descriptor; a line in it says why a server that is there was of no use.
+        note: called with the pid; until then a fork does nothing, and a Python that has ended is still in the process
+            table.
     """
     environment = dict(os.environ)
     if _why_cold(words) is None:
         try:
-            return _from_server(words, [stdout, stderr])
+            return _from_server(words, [stdout, stderr], note)
         except (FileNotFoundError, ConnectionRefusedError):  # there is none
             pass
-        except (OSError, StartError) as error:
-            os.write(stdout, f"not forked from the server: {error or type(error).__name__}\n".encode())
+        except (OSError, StartError, psutil.NoSuchProcess) as error:
+            reason = f"not forked from the server: {error or type(error).__name__}\n"
+            os.write(stdout, reason.encode(errors="backslashreplace"))
         if words[0] == "launch.supervisor":
             added = {name: value for name, value in _WHILE_IMPORTING.items() if name not in environment}
             environment |= added | {_NAMES: " ".join(added)}
+            with contextlib.suppress(OSError):  # a file has just been removed
+                environment[_KEY] = key()
     process = subprocess.Popen(
         [sys.executable, "-m", *words],
         env=environment,
@@ -113,17 +122,21 @@ def start(words: Sequence[str], stdout: int, stderr: int) -> int:
         stderr=stderr,
         start_new_session=True,
     )
+    if note is not None:
+        note(process.pid)
     return process.pid
 
 
 def run() -> None:
     """Run the supervisor that this process was started as; see the module for what it leaves behind and forks."""
     words = ["launch.supervisor", *sys.argv[1:]]
+    arguments.print_anywhere()
+    wanted = os.environ.pop(_KEY, None)
     try:
         if reason := _why_cold(words):
             raise StartError(reason)
         _import_all()
-        words = _leave_server() or words
+        words = _leave_server(wanted) or words
         if words[0] in _AGENTS:
             words = _raise_ranks() or words
     except (OSError, StartError) as error:
@@ -140,7 +153,7 @@ def nursery() -> int | None:
 
 
 def key() -> str:
-    """What a server and those that ask it must have in common: packages, sources, cores, variables read on import."""
+    """What a server and those that ask it must have in common: sources, packages, confines, variables that are read."""
     sources = [path for package in ("launch", "vdpp_core") for path in sorted((_ROOT / package).rglob("*.py"))]
     versions = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sources]
     installed = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns  # changes with every package
@@ -150,7 +163,7 @@ def key() -> str:
         if name.startswith(_READ_ON_IMPORT) and name not in _NOT_READ
     )
     cores = sorted(os.sched_getaffinity(0))  # OpenMP counts them when it is loaded
-    facts = [sys.prefix, sys.version, installed, versions, cores, variables]
+    facts = [sys.prefix, sys.version, installed, versions, cores, variables, forking.confines()]
     return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
@@ -168,7 +181,8 @@ def _folder() -> Path:
     Raises:
         OSError: it is somebody else's.
     """
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"vdpp-{os.getuid()}"
+    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    folder = (root if root.is_absolute() else Path(tempfile.gettempdir())) / f"vdpp-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
@@ -183,13 +197,13 @@ def _is_own(connection: socket.socket) -> bool:
     return credentials.unpack(facts)[1] == os.getuid()
 
 
-def _from_server(words: Sequence[str], files: Sequence[int]) -> int:
+def _from_server(words: Sequence[str], files: Sequence[int], note: Callable[[int], None] | None) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PATIENCE_S)
         connection.connect(str(_folder() / key()))
         if not _is_own(connection):
             raise StartError("the server is another user's")
-        return forking.ask(connection, words, os.environ, files)
+        return forking.ask(connection, words, os.environ, files, note)
 
 
 def _import_all() -> None:
@@ -223,11 +237,18 @@ def _fork() -> int:
     return os.fork()
 
 
-def _leave_server() -> list[str] | None:
-    """Fork the server, unless there is one; what to run, in a process that the server has forked."""
+def _leave_server(wanted: str | None) -> list[str] | None:
+    """Fork the server, unless there is one; what to run, in a process that the server has forked.
+
+    Args:
+        wanted: the key before anything was imported, if it is known.
+    """
     listener = socket.socket(socket.AF_UNIX)
     try:
+        idle_s = float(os.environ.get(IDLE, IDLE_S))
         place = _folder() / key()
+        if wanted not in (None, place.name):
+            raise OSError("sources, packages or variables have changed while they were imported")
         lock = _locked(place.with_suffix(".lock"))
         if lock is None:
             return None
@@ -235,7 +256,7 @@ def _leave_server() -> list[str] | None:
         place.unlink(missing_ok=True)
         listener.bind(str(place))
         listener.listen()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: IDLE is no number
         print(f"no server for later starts: {error}", flush=True)
         return None
     middle = _fork()
@@ -248,7 +269,7 @@ def _leave_server() -> list[str] | None:
     if os.fork():
         os._exit(0)  # its child belongs to nobody
     try:
-        connection = _serve(listener, place)
+        connection = _serve(listener, place, idle_s)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -281,10 +302,10 @@ def _remove(place: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _serve(listener: socket.socket, place: Path) -> socket.socket:
+def _serve(listener: socket.socket, place: Path, idle_s: float) -> socket.socket:
     """Be the server, to its end; a connection to who asked, in a process that it has forked for that."""
     _detach(place.with_suffix(".log"))
-    inode, used, idle_s = place.stat().st_ino, time.monotonic(), float(os.environ.get(IDLE, IDLE_S))
+    inode, used = place.stat().st_ino, time.monotonic()
     while time.monotonic() - used < idle_s:
         if select.select([listener], [], [], min(idle_s, _LOOK_S))[0]:
             used = time.monotonic()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ def servers(kind: str = "server") -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             is_one = process.cmdline()[1:] == ["-m", "launch.warm_start", kind]
-            if is_one and process.environ()["XDG_RUNTIME_DIR"] == os.environ["XDG_RUNTIME_DIR"]:
+            if is_one and process.environ().get("XDG_RUNTIME_DIR") == os.environ["XDG_RUNTIME_DIR"]:
                 found.append(process)
         except psutil.Error:
             continue
@@ -202,12 +205,20 @@ def test_the_key_is_that_of_the_sources_and_of_what_libraries_read(tmp_path: Pat
     keys.append(warm_start.key())
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     keys.append(warm_start.key())
-    assert len(set(keys)) == 3
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    keys.append(warm_start.key())
+    assert len(set(keys)) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpriority", lambda *_: 19)
+        assert warm_start.key() not in keys
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: (1, 1))
+        assert warm_start.key() not in keys
     monkeypatch.setenv("SAID_BY", "the caller")
     assert warm_start.key() == keys[-1]
 
 
-@pytest.mark.parametrize("place", ["a file", "open to others"])
+@pytest.mark.parametrize("place", ["a file", "open to others", "open to others, with a name that is not UTF-8"])
 def test_without_a_folder_for_sockets_ranks_start_all_the_same(
     place: str, own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ):
@@ -215,12 +226,57 @@ def test_without_a_folder_for_sockets_ranks_start_all_the_same(
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file"))
     else:
+        if place != "open to others":
+            own_folder = own_folder / os.fsdecode(b"\xff")
+            own_folder.mkdir()
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_folder))
         (own_folder / f"vdpp-{os.getuid()}").mkdir()
         (own_folder / f"vdpp-{os.getuid()}").chmod(0o755)
     job = launch.start(SHORT.replace(output_dir=tmp_path / "run"))
     finish(job, wait_until)
     assert "no server for later starts: " in log_of(job)
     assert servers() == []
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_no_server_is_left_by_sources_that_changed_while_they_were_imported(capsys: pytest.CaptureFixture[str]):
+    assert warm_start._leave_server(wanted="the key before") is None
+    assert "have changed while they were imported" in capsys.readouterr().out
+    assert servers() == []
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_no_server_is_left_for_a_time_that_is_no_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(warm_start.IDLE, "ten")
+    assert warm_start._leave_server(wanted=None) is None
+    assert "no server for later starts: could not convert string to float: 'ten'" in capsys.readouterr().out
+    assert servers() == []
+
+
+def test_sockets_are_in_no_folder_that_depends_on_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert warm_start._folder() == tmp_path / f"vdpp-{os.getuid()}"
+
+
+@pytest.mark.usefixtures("server")
+def test_a_fork_does_nothing_before_its_pid_is_noted(tmp_path: Path):
+    """It would be gone from the process table before a slow caller has looked there when it began."""
+    seen = []
+
+    def note(pid: int) -> None:
+        time.sleep(1)
+        seen.append((psutil.Process(pid).is_running(), (tmp_path / "log").read_text()))
+
+    with (tmp_path / "log").open("w") as log:
+        pid = warm_start.start(["launch.supervisor", "--help"], log.fileno(), log.fileno(), note)
+    assert seen == [(True, "")]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(30)
+    assert "usage:" in (tmp_path / "log").read_text()
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(
@@ -242,14 +298,16 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
 def test_a_fork_takes_on_what_a_child_inherits(tmp_path: Path):
     """Asked for by a process with another folder, umask, priority, limit, environment and log."""
     code = """
-import json, os, resource, socket, sys
+import json, os, resource, socket, sys, tempfile
 from launch import forking
+tempfile.gettempdir()
 ours, theirs = socket.socketpair()
 if os.fork() == 0:
     words = forking.become(theirs)
     facts = {
         "words": words, "argv": sys.argv, "folder": os.getcwd(), "umask": os.umask(0), "environment": dict(os.environ),
         "nice": os.nice(0), "files": resource.getrlimit(resource.RLIMIT_NOFILE), "session": os.getsid(0) == os.getpid(),
+        "temporary": tempfile.gettempdir(),
     }
     print(json.dumps(facts), flush=True)
     os.system("echo said by a child; echo and to stderr >&2")
@@ -259,7 +317,7 @@ os.umask(0o027)
 os.nice(3)
 resource.setrlimit(resource.RLIMIT_NOFILE, (99, 999))
 with open("out", "w") as out, open("err", "w") as err:
-    forking.ask(ours, ["module", "a word"], {"A": "b c"}, [out.fileno(), err.fileno()])
+    forking.ask(ours, ["module", "a word"], {"A": "b c", "TMPDIR": sys.argv[1]}, [out.fileno(), err.fileno()])
 os.wait()
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
@@ -269,10 +327,11 @@ os.wait()
         "argv": ["module", "a word"],
         "folder": str(tmp_path),
         "umask": 0o027,
-        "environment": {"A": "b c"},
+        "environment": {"A": "b c", "TMPDIR": str(tmp_path)},
         "nice": 3,
         "files": [99, 999],
         "session": True,
+        "temporary": str(tmp_path),
     }
     assert said == "said by a child"
     assert (tmp_path / "err").read_text() == "and to stderr\n"
