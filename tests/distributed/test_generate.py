@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,9 +18,9 @@ from vdpp_core.__main__ import main
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import media, worker
+from vdpp_core.engine.stage import Stage
 from vdpp_core.engine.videos import Official
 from vdpp_core.models.decoding import Decoder
-from vdpp_core.models.denoising import Denoiser
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.run import Run
 
@@ -171,8 +172,13 @@ def test_no_file_is_written_of_a_video_without_a_picture(value, words, tmp_path,
     ("save_latents", "words"), [(True, "latents are not finite"), (False, "frames are not finite")]
 )
 def test_latents_that_are_not_finite_end_the_run(save_latents, words, tmp_path, monkeypatch):
-    noise = Denoiser.noise
-    monkeypatch.setattr(Denoiser, "noise", lambda *arguments: noise(*arguments) * float("nan"))
+    denoise = Stage.denoise
+
+    def spoilt(*arguments):
+        message = denoise(*arguments)
+        return replace(message, latents=message.latents * float("nan"))
+
+    monkeypatch.setattr(Stage, "denoise", spoilt)
     small = {"total_steps": 2, "num_frames": 3, "threads": 1, "save_latents": save_latents}
     with pytest.raises(FloatingPointError, match=rf"^sample 0: .*{words}"):
         worker.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))

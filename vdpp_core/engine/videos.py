@@ -16,10 +16,9 @@ from torch import Tensor
 from vdpp_core.config import RunConfig
 from vdpp_core.engine import media
 from vdpp_core.models import images
-from vdpp_core.models.conditioning import generators
 from vdpp_core.models.decoding import Decoder, decode, to_bytes
 from vdpp_core.models.images import Frames
-from vdpp_core.models.svd import load_official
+from vdpp_core.models.svd import call_arguments, load_official
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import write_whole
 from vdpp_core.runs.runfolder import video_names
@@ -73,30 +72,12 @@ def _as_seen(config: RunConfig) -> Image.Image:
     return images.read_image(config.image_path, config.image_size).resize(config.image_size, Image.Resampling.LANCZOS)
 
 
-def official_arguments(config: RunConfig) -> dict[str, Any]:
-    """Arguments of `StableVideoDiffusionPipeline` for a run, except image, generator and output type."""
-    return {
-        "height": config.image_size[1],
-        "width": config.image_size[0],
-        "num_frames": config.shape[2],
-        "num_inference_steps": config.total_steps,
-        "min_guidance_scale": config.min_guidance_scale,
-        "max_guidance_scale": config.guidance_scale,
-        "fps": config.fps,
-        "motion_bucket_id": config.motion_bucket_id,
-        "noise_aug_strength": config.noise_aug_strength,
-        "decode_chunk_size": config.decode_chunk_size,
-        "num_videos_per_prompt": config.shape[0],
-    }
-
-
 class Official:
     """`StableVideoDiffusionPipeline` with the run's arguments."""
 
     def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
-        assert config.image_path is not None
         self.config, self.pipeline = config, load_official(config, device, dtype)
-        self.image = images.read_image(config.image_path, config.image_size)
+        self.arguments = call_arguments(config)
 
     def generate(self, sample: int, step_done: Callable[[int], None]) -> tuple[Tensor, Frames]:
         """Generate a sample: latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3).
@@ -104,7 +85,7 @@ class Official:
         Args:
             step_done: called after each step with its number, from 0.
         """
-        config, last = self.config, {}
+        last: dict[str, Tensor] = {}
 
         def keep(_pipeline: Any, step: int, _timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             step_done(step)
@@ -112,9 +93,8 @@ class Official:
             return tensors
 
         frames = self.pipeline(
-            self.image,
-            **official_arguments(config),
-            generator=generators(config, [sample])[0],
+            **self.arguments,
+            generator=torch.Generator().manual_seed(self.config.seed + sample),
             output_type="np",
             callback_on_step_end=keep,
         ).frames

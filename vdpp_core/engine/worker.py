@@ -22,10 +22,9 @@ from vdpp_core.engine import collect_files, preflight
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
 from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
-from vdpp_core.models import conditioning
-from vdpp_core.models.conditioning import Conditioning
-from vdpp_core.models.denoising import Denoiser
-from vdpp_core.parallel import fsdp
+from vdpp_core.engine.stage import Message, Packing, Recording, Stage
+from vdpp_core.models import stand_ins
+from vdpp_core.parallel import fsdp, guidance
 from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.parallelize import parallelize, sent
 from vdpp_core.parallel.rendezvous import Ranks, agree
@@ -36,7 +35,6 @@ from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import FullDiskError
 from vdpp_core.runs.run import Run
 
-Source = Callable[[int], Tensor]
 Sink = Callable[[int, Tensor], None]
 
 
@@ -166,7 +164,7 @@ class _Rank:
         self.log.write("clock", **around)
         self.phase = "running"
         if self.busy:
-            self._denoise([*self.samples, *[None] * self.padding], self._noise, self._finish)
+            self._denoise([*self.samples, *[None] * self.padding], self._finish)
         facts: dict[str, Any] = {"memory": self.meter.peak(), **self.surroundings.so_far()}
         if self.config.command == "generate":
             self.phase = "decoding"
@@ -185,36 +183,27 @@ class _Rank:
             self.unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
         if config.layout.lockstep > 1:
             parallelize(self.unet, world.mesh)
-        unet, scheduler = self.unet, models.load_scheduler(config, world.device)
-        self.denoiser = Denoiser(config, unet, scheduler, self._conditioning(unet, scheduler))
-        self.handoff = Handoff(world, self.denoiser.latent_shape, self.dtype)
-        self.handoff.connect()
+        if config.calls_per_step > 1:
+            guidance.one_after_the_other(self.unet)
+        self.stage = Stage.around(config, self.unet, world.device, self.dtype, self.stopwatch)
+        self.stage.use(self._recording())
         self.log.write("loaded")
 
-    def _conditioning(self, unet: Any, scheduler: Any) -> Conditioning:
-        """Make the conditioning on the replica's first rank and send it to the others.
-
-        All ranks of the first stage draw from the samples' generators alike, since they also draw the noise.
-        """
-        config, world = self.config, self.world
-        made = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
-        synthetic = config.image_path is None or not self.samples
-        if self.first:
-            self.draws = conditioning.generators(config, self.samples)
+    def _recording(self) -> Recording:
+        """Encode the replica's samples on its first rank, and send what the encoders returned to the others."""
+        world, recording = self.world, None
         if self.first and world.speaks:
-            if synthetic:
-                made = conditioning.synthetic(config, made, self.samples)
-            else:
-                from vdpp_core.models.svd import load_pipeline
+            recording = self.stage.encode(self.samples or [0], self._answer())
+        return world.share_object(recording, source=0)
 
-                pipeline = load_pipeline(config, unet, scheduler, world.device, self.dtype)
-                made = conditioning.encode(config, pipeline, self.draws)
-        elif self.first and not synthetic:
-            for generator in self.draws:
-                conditioning.augmentation(config, generator)
-        for tensor in made.tensors():
-            world.share(tensor, source=0)
-        return made
+    def _answer(self) -> stand_ins.Answer:
+        """The encoders themselves; without an image, or for padding alone, what they might return."""
+        config = self.config
+        if config.image_path is None or not self.samples:
+            return stand_ins.Inventor(config.seed)
+        from vdpp_core.models.svd import load_encoders
+
+        return stand_ins.Real(load_encoders(config, self.world.device, self.dtype))
 
     def _origin(self) -> str:
         """The digest of rank 0's origin record, after each other machine has compared its own with it.
@@ -231,18 +220,31 @@ class _Rank:
 
     def _warm_up(self) -> None:
         """Run one of its own steps twice (the first one sets up), on all ranks at once; then the warm-up samples."""
-        latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
-        for _ in range(2):
-            before = sum(sent(self.unet).values())
-            self.stopwatch.start()
-            self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
-            seconds = self.stopwatch.stop()
-        self.log.write("warm", seconds=seconds, sent_bytes=sum(sent(self.unet).values()) - before)
-        warm_ups = range(-self.config.warmup_samples, 0)
-        self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)
+        sample = next(iter(self.stage.recording.answers))
+        seconds: list[float] = []
+        predictions: list[Tensor] = []
 
-    def _noise(self, sample: int) -> Tensor:
-        return self.denoiser.noise(self.draws[self.samples.index(sample)])
+        def once(given: Message) -> None:
+            self.stage.denoise(sample, self.steps[:1], given, lambda _, step_s: seconds.append(step_s))
+
+        with self.stage.seeing(predictions):
+            once(self.stage.denoise(sample, range(0), None))
+        given = self._agree_on_messages(sample, predictions[0])
+        before = sum(sent(self.unet).values())
+        once(given)
+        self.log.write("warm", seconds=seconds[-1], sent_bytes=sum(sent(self.unet).values()) - before)
+        self._denoise(range(-self.config.warmup_samples, 0), lambda *_: None)
+
+    def _agree_on_messages(self, sample: int, prediction: Tensor) -> Message:
+        """Learn from a rehearsal what the stages before and after hand on; what this one would be given."""
+        stage, solver = self.stage, self.stage.solver.name
+        given = stage.rehearse(sample, range(self.steps.start), prediction)
+        self.incoming = Packing(given, solver)
+        if not self.last:
+            self.outgoing = Packing(stage.rehearse(sample, range(self.steps.stop), prediction), solver)
+        self.handoff = Handoff(self.world, self.incoming.size)
+        self.handoff.connect()
+        return given
 
     def _finish(self, sample: int, latents: Tensor) -> None:
         if not self.world.speaks:
@@ -260,7 +262,7 @@ class _Rank:
         if self.unet is not None:
             fsdp.release(self.unet)
             self.unet = None
-            del self.denoiser, self.handoff
+            del self.stage, self.handoff
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         self.meter.reset()
@@ -292,7 +294,7 @@ class _Rank:
                 share[sample] = latents
         return share
 
-    def _denoise(self, samples: Sequence[int | None], source: Source, sink: Sink) -> None:
+    def _denoise(self, samples: Sequence[int | None], sink: Sink) -> None:
         """Denoise samples one after another, posting the receive of the next before computing the current one.
 
         None is padding: a sample computed and handed on only because the shard group's other ranks need this rank's
@@ -300,40 +302,36 @@ class _Rank:
         """
         if samples and not self.first:
             self.handoff.expect()
-        nothing = torch.zeros(self.denoiser.latent_shape, device=self.world.device, dtype=self.dtype)
         bar = self._progress_bar(samples)
         for position, sample in enumerate(samples):
-            if self.first:
-                latents, waited = nothing if sample is None else source(sample), 0.0
-            else:
-                latents, waited = self.handoff.take()
+            given, waited = None, 0.0
+            if not self.first:
+                message, waited = self.handoff.take()
+                given = self.incoming.unpack(message)
                 if position + 1 < len(samples):
                     self.handoff.expect()
             if sample is not None:
                 self.log.write("take", sample, seconds=waited)
-            latents = self._run_stage(sample, latents, bar)
+            made = self._run_stage(sample, given, bar)
             if not self.last:
-                waited = self.handoff.pass_on(latents)
+                waited = self.handoff.pass_on(self.outgoing.pack(made))
                 if sample is not None:
                     self.log.write("send", sample, seconds=waited)
             elif sample is not None:
-                sink(sample, latents)
+                sink(sample, made.latents)
         self.handoff.close()
         bar.close()
 
-    def _run_stage(self, sample: int | None, latents: Tensor, bar: tqdm) -> Tensor:
-        index = self.samples.index(sample) if sample is not None and sample in self.samples else 0
-        trajectory = self.denoiser.begin(index, self.steps[0])
-        for step in self.steps:
-            self.stopwatch.start()
-            latents = trajectory.step(latents, step)
-            seconds = self.stopwatch.stop()
+    def _run_stage(self, sample: int | None, given: Message | None, bar: tqdm) -> Message:
+        def report(step: int, seconds: float) -> None:
             if sample is None:
                 self.log.write("pad", step=step, seconds=seconds)
             else:
                 self.log.write("step", sample, step, seconds=seconds)
                 bar.update()
-        return latents
+
+        recorded = self.stage.recording.answers
+        return self.stage.denoise(sample if sample in recorded else next(iter(recorded)), self.steps, given, report)
 
     def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
         """Shown on a terminal, by the last stage of the first replica, except in the warm-up."""

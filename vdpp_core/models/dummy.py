@@ -13,6 +13,7 @@ class DummyUNet(nn.Module):
         self.config = SimpleNamespace(
             in_channels=8, out_channels=4, num_frames=8, cross_attention_dim=32, addition_time_embed_dim=32
         )
+        self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=3 * 32))  # which the pipeline reads
         self.conv_in = nn.Conv3d(8, 16, 3, padding=1)
         self.time_embedding = nn.Linear(1, 16)
         self.conv_out = nn.Conv3d(16, 4, 3, padding=1)

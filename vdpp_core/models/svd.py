@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
-from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from PIL import Image
+from torch import nn
 
 from vdpp_core.config import RunConfig
 from vdpp_core.models import weights
-from vdpp_core.models.architectures import PUBLISHED
+from vdpp_core.models.architectures import PUBLISHED, PUBLISHED_SCHEDULER, PUBLISHED_VAE
+from vdpp_core.models.images import read_image
 
 if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
+
+ENCODERS = ("vae", "image_encoder")
 
 
 def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
@@ -49,14 +53,77 @@ def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UN
     return _load(UNetSpatioTemporalConditionModel, folder, weights.variant(folder, dtype), dtype).to(device)
 
 
-def load_pipeline(
-    config: RunConfig, unet: Any, scheduler: EulerDiscreteScheduler, device: torch.device, dtype: torch.dtype
-) -> StableVideoDiffusionPipeline:
-    """Load the official pipeline of `config.source` around a given UNet and scheduler; the rest goes to `device`."""
-    pipeline = _load_pipeline(config, dtype, ("vae", "image_encoder"), unet=unet, scheduler=scheduler)
-    for part in (pipeline.vae, pipeline.image_encoder):
-        part.to(device)
-    return pipeline
+def load_encoders(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Load the encoders of `config.source`: component -> module."""
+    absent = dict.fromkeys(("unet", "scheduler", "feature_extractor"))
+    pipeline = _load_pipeline(config, dtype, ENCODERS, **absent)
+    return {name: getattr(pipeline, name).to(device) for name in ENCODERS}
+
+
+def shells(config: RunConfig, unet: Any) -> dict[str, nn.Module]:
+    """The encoders without weights, on the meta device: component -> module."""
+    from diffusers import AutoencoderKLTemporalDecoder
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    if _has_pipeline(config):
+        vae = AutoencoderKLTemporalDecoder.load_config(config.source, subfolder="vae")
+        clip = CLIPVisionConfig.from_pretrained(config.source, subfolder="image_encoder")
+    else:  # their sizes do not matter: the conditioning is random, of the size that the UNet takes
+        vae = PUBLISHED_VAE
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        clip = CLIPVisionConfig(projection_dim=unet.config.cross_attention_dim, **sizes)
+    with torch.device("meta"):
+        made = AutoencoderKLTemporalDecoder.from_config(vae), CLIPVisionModelWithProjection(clip)
+    return dict(zip(ENCODERS, made, strict=True))
+
+
+def pipeline(config: RunConfig, **given: Any) -> StableVideoDiffusionPipeline:
+    """Make the official pipeline around a given UNet and given encoders."""
+    from diffusers import EulerDiscreteScheduler, StableVideoDiffusionPipeline
+    from transformers import CLIPImageProcessor
+
+    if config.source is None:
+        scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
+    else:
+        scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
+    if _has_pipeline(config):
+        extractor = CLIPImageProcessor.from_pretrained(config.source, subfolder="feature_extractor")
+    else:
+        extractor = CLIPImageProcessor()
+
+    class Pipeline(StableVideoDiffusionPipeline):
+        """Decides whether to guide without asking the device for the scale of each frame at every step."""
+
+        do_classifier_free_guidance = config.guidance_scale > 1
+
+    return Pipeline(scheduler=scheduler, feature_extractor=extractor, **given)
+
+
+def _has_pipeline(config: RunConfig) -> bool:
+    """Whether the source has all parts of a pipeline; a UNet and a scheduler are enough without an image."""
+    return config.source is not None and config.image_path is not None
+
+
+def call_arguments(config: RunConfig) -> dict[str, Any]:
+    """Arguments of `StableVideoDiffusionPipeline` for a run, except generator and output type."""
+    if config.image_path is None:
+        image = Image.new("RGB", config.image_size)
+    else:
+        image = read_image(config.image_path, config.image_size)
+    return {
+        "image": image,
+        "height": config.image_size[1],
+        "width": config.image_size[0],
+        "num_frames": config.shape[2],
+        "num_inference_steps": config.total_steps,
+        "min_guidance_scale": config.min_guidance_scale,
+        "max_guidance_scale": config.guidance_scale,
+        "fps": config.fps,
+        "motion_bucket_id": config.motion_bucket_id,
+        "noise_aug_strength": config.noise_aug_strength,
+        "decode_chunk_size": config.decode_chunk_size,
+        "num_videos_per_prompt": config.shape[0],
+    }
 
 
 def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:

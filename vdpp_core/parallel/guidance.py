@@ -24,15 +24,37 @@ def split(unet: nn.Module, group: Group, patches: Patches) -> None:
     compute = unet.forward
 
     @torch.no_grad()
-    def forward(
-        sample: Tensor, timestep: Any, encoder_hidden_states: Tensor, added_time_ids: Tensor, return_dict: bool = True
-    ) -> Any:
-        batch = sample.shape[0]
-        if batch % 2:
-            raise ValueError(f"batch {batch}: cfg 2 splits the two passes of the guidance, which is off: use cfg 1")
-        own = slice(group.rank * batch // 2, (group.rank + 1) * batch // 2)
-        inputs = sample[own], timestep, encoder_hidden_states[own], added_time_ids[own]
-        prediction = compute(*inputs, return_dict=False)[0]
+    def forward(sample: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
+        if len(sample) % 2:
+            raise ValueError(
+                f"batch {len(sample)}: cfg 2 splits the two passes of the guidance, which is off: use cfg 1"
+            )
+        passes, named = _passes(sample, args, kwargs)[group.rank]
+        prediction = compute(*passes, **named, return_dict=False)[0]
         return as_asked(group.all_gather(prediction, "", "guidance").flatten(0, 1), return_dict)
 
     patches.forward(unet, forward)
+
+
+def one_after_the_other(unet: nn.Module) -> None:
+    """Have a UNet compute the two halves of its batch, which are the passes of the guidance, one after the other."""
+    compute = unet.forward
+
+    def forward(sample: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
+        halves = [compute(*passes, **named, return_dict=False)[0] for passes, named in _passes(sample, args, kwargs)]
+        return as_asked(torch.cat(halves), return_dict)
+
+    Patches().forward(unet, forward)
+
+
+def _passes(sample: Tensor, args: tuple, kwargs: dict[str, Any]) -> list[tuple[tuple, dict[str, Any]]]:
+    """The arguments of each pass: half of every tensor with one entry for each item of the batch."""
+
+    def half(value: Any, number: int) -> Any:
+        batched = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(sample)
+        return value.chunk(2)[number] if batched else value
+
+    return [
+        (tuple(half(value, number) for value in (sample, *args)), {k: half(v, number) for k, v in kwargs.items()})
+        for number in range(2)
+    ]

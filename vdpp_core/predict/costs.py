@@ -138,9 +138,9 @@ def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, C
     """Operations of a step; kind -> bytes sent in it; the number of exchanges."""
     unet = models.ready(config, models.on_meta(config, dtype))
     groups = trace.rehearse(unet, config.layout, member)
-    denoiser, latents = trace.before_step(config, unet, dtype)
+    stage = trace.before_step(config, unet, dtype, trace.Marks([]))
     with trace.Remembering(), FlopCounterMode(display=False) as counter:
-        denoiser.begin(0, 0).step(latents, 0)
+        stage.denoise(0, range(1), None)
     sent: Counter[str] = Counter()
     for group in groups.values():
         for (_, kind), count in group.sent.items():

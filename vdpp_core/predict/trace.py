@@ -24,7 +24,7 @@ from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 
 if TYPE_CHECKING:
-    from vdpp_core.models.denoising import Denoiser
+    from vdpp_core.engine.stage import Stage
 
 META = torch.device("meta")
 MOST_REMEMBERED = 20_000  # a step of the published UNet adds some 700
@@ -199,20 +199,40 @@ def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
     return groups
 
 
-def before_step(config: RunConfig, unet: Any, dtype: torch.dtype) -> tuple[Denoiser, Tensor]:
-    """What a step on the meta device starts from: a denoiser with its conditioning, and latents."""
-    from vdpp_core import models
-    from vdpp_core.models.conditioning import Conditioning
-    from vdpp_core.models.denoising import Denoiser
+class Marks:
+    """Takes the place of a stage's stopwatch: where in the list of events its spans begin and end."""
 
-    conditioning = Conditioning.empty(config, unet, max(1, len(config.samples(0))), META, dtype)
-    denoiser = Denoiser(config, unet, models.load_scheduler(config, torch.device("cpu")), conditioning)
-    return denoiser, torch.empty(denoiser.latent_shape, device=META, dtype=dtype)
+    def __init__(self, events: list[Event]) -> None:
+        self.events = events
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+
+    def start(self) -> None:
+        """Note a beginning."""
+        self.begun.append(len(self.events))
+
+    def stop(self) -> float:
+        """Note an end; no seconds are known."""
+        self.ended.append(len(self.events))
+        return 0.0
+
+
+def before_step(config: RunConfig, unet: Any, dtype: torch.dtype, marks: Marks) -> Stage:
+    """A stage on the meta device around a UNet, whose encoders are done."""
+    from vdpp_core.engine.stage import Stage
+    from vdpp_core.models.stand_ins import Inventor
+    from vdpp_core.parallel import guidance
+
+    if config.calls_per_step > 1:
+        guidance.one_after_the_other(unet)
+    stage = Stage.around(config, unet, META, dtype, marks)
+    stage.use(stage.encode([0], Inventor(0)))
+    return stage
 
 
 @functools.lru_cache(maxsize=64)
 def step(config: RunConfig, dtype: torch.dtype) -> Trace:
-    """Trace a denoising step of a rank: conditioning and latents, then the engine's own `Trajectory.step`.
+    """Trace a denoising step of a rank: what the pipeline makes before its loop, then the first turn of the loop.
 
     About a second for the published UNet. No weights are read; model svd needs no download.
     """
@@ -223,12 +243,17 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     rehearse(unet, config.layout)
     pieces = [unet, *units(unet)]
     recorder = _Recorder(list(unet.parameters()))
-    with torch.no_grad(), _FusedAttention(), Remembering(), recorder:
-        denoiser, latents = before_step(config, unet, dtype)
-        prelude = len(recorder.events)
-        with recorder.watching(unet, pieces):
-            denoiser.begin(0, 0).step(latents, 0)
-        events = tuple(recorder.events)  # what is freed later is not part of the step
+    marks = Marks(recorder.events)
+    stage = before_step(config, unet, dtype, marks)
+    with _FusedAttention(), Remembering(), recorder, recorder.watching(unet, pieces):
+        stage.denoise(0, range(1), None)
+    prelude, end = marks.begun[0], marks.ended[0]
+    kept = {event.key for event in recorder.events[:prelude] if event.what == "alloc"}  # is there for all steps
+    events = tuple(
+        event
+        for at, event in enumerate(recorder.events[:end])
+        if at < prelude or event.what != "free" or event.key not in kept
+    )
     names = {id(module): name for name, module in unet.named_modules()}
     own = {id(parameter) for piece in pieces[1:] for parameter in piece.parameters()}
     root = _unit("", [parameter for parameter in unet.parameters() if id(parameter) not in own])
