@@ -18,9 +18,9 @@ from vdpp_core.__main__ import main
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import media, worker
-from vdpp_core.engine.stage import Stage
 from vdpp_core.engine.videos import Official
 from vdpp_core.models.decoding import Decoder
+from vdpp_core.models.stage import Stage
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.run import Run
 

@@ -22,9 +22,9 @@ from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.config.layout import Place
 from vdpp_core.engine import videos, worker
-from vdpp_core.engine.stage import Recording
 from vdpp_core.engine.worker import _Rank
 from vdpp_core.models.decoding import Decoder
+from vdpp_core.models.stage import Recording
 from vdpp_core.models.stand_ins import Player, replaced
 from vdpp_core.parallel import rendezvous, world
 from vdpp_core.parallel.handoff import Handoff

@@ -20,7 +20,7 @@ from vdpp_core.config.execution import resolve
 from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.engine import worker
 from vdpp_core.engine.measure import Stopwatch
-from vdpp_core.engine.stage import Stage
+from vdpp_core.models.stage import Stage
 from vdpp_core.models.stand_ins import Inventor
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.plots import peer_comparison, style

@@ -8,8 +8,8 @@ from diffusers import UNetSpatioTemporalConditionModel
 
 from vdpp_core import RunConfig, models
 from vdpp_core.engine.measure import Stopwatch
-from vdpp_core.engine.stage import Stage
 from vdpp_core.models.architectures import PUBLISHED_SCHEDULER, PUBLISHED_UNET
+from vdpp_core.models.stage import Stage
 
 CPU = torch.device("cpu")
 

@@ -32,8 +32,8 @@ from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.steps import split
 from vdpp_core.engine import worker
 from vdpp_core.engine.measure import Stopwatch, keep_freed_memory
-from vdpp_core.engine.stage import Message, Stage
 from vdpp_core.models import pipelines
+from vdpp_core.models.stage import Message, Stage
 from vdpp_core.models.stand_ins import Inventor, Real
 from vdpp_core.models.svd import call_arguments, load_encoders
 from vdpp_core.parallel.rendezvous import Ranks, store

@@ -22,8 +22,8 @@ from vdpp_core.engine import collect_files, preflight
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
 from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
-from vdpp_core.engine.stage import Message, Packing, Recording, Stage
 from vdpp_core.models import stand_ins
+from vdpp_core.models.stage import Message, Packing, Recording, Stage
 from vdpp_core.parallel import fsdp, guidance
 from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.parallelize import parallelize, sent

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor, nn
 
 
@@ -17,6 +18,16 @@ class DummyUNet(nn.Module):
         self.conv_in = nn.Conv3d(8, 16, 3, padding=1)
         self.time_embedding = nn.Linear(1, 16)
         self.conv_out = nn.Conv3d(16, 4, 3, padding=1)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.conv_in.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the parameters."""
+        return self.conv_in.weight.dtype
 
     def forward(
         self,

@@ -24,7 +24,7 @@ from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 
 if TYPE_CHECKING:
-    from vdpp_core.engine.stage import Stage
+    from vdpp_core.models.stage import Stage
 
 META = torch.device("meta")
 MOST_REMEMBERED = 20_000  # a step of the published UNet adds some 700
@@ -219,7 +219,7 @@ class Marks:
 
 def before_step(config: RunConfig, unet: Any, dtype: torch.dtype, marks: Marks) -> Stage:
     """A stage on the meta device around a UNet, whose encoders are done."""
-    from vdpp_core.engine.stage import Stage
+    from vdpp_core.models.stage import Stage
     from vdpp_core.models.stand_ins import Inventor
     from vdpp_core.parallel import guidance
 
