@@ -1,7 +1,7 @@
 """Small random pipelines of other families than SVD, as the folders that diffusers saves and loads.
 
-Sizes are made up, structure is not: the classes, compression ratios, guidance and text lengths are those of the real
-models. Prompts are spelled letter by letter, so that every letter matters.
+Widths and depths are made up; the classes, compression ratios and kinds of guidance are those of the real models.
+Tokenizers spell prompts letter by letter, so that every letter matters.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def official(folder: Path, call: dict[str, Any], steps: int, seed: int) -> torch
         torch.manual_seed(seed)  # I2VGen-XL draws its image's latents without the generator
         generator = torch.Generator().manual_seed(seed)
         arguments = call | {"num_inference_steps": steps, "generator": generator}
-        return pipeline(**arguments, output_type="latent", return_dict=False)[0]
+        return pipeline(**arguments, output_type="latent").frames
 
 
 @functools.cache
