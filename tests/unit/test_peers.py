@@ -214,7 +214,7 @@ def test_synthetic_conditioning_of_a_sample_is_the_same_in_every_replica() -> No
     unet = models.load(config, device, torch.float32)
 
     def encoded(samples: range) -> dict[int, torch.Tensor]:
-        stage = Stage.around(config, unet, device, torch.float32, Stopwatch(device))
+        stage = Stage.around(config, {"unet": unet}, device, torch.float32, Stopwatch(device))
         recording = stage.encode(samples, Inventor(config.seed))
         return {sample: recording.outputs[numbers[1]].latent_dist.mean for sample, numbers in recording.answers.items()}
 

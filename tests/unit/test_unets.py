@@ -39,7 +39,7 @@ def test_the_schedule_starts_at_700_as_the_official_one():
     for model in (RunConfig(model="svd", random_weights=True), RunConfig(), RunConfig(model="dummy")):
         config = model.replace(total_steps=25)
         unet = models.on_meta(config, torch.float32)
-        scheduler = Stage.around(config, unet, CPU, torch.float32, Stopwatch(CPU)).solver.scheduler
+        scheduler = Stage.around(config, {"unet": unet}, CPU, torch.float32, Stopwatch(CPU)).solver.scheduler
         assert {name: scheduler.config[name] for name in PUBLISHED_SCHEDULER} == PUBLISHED_SCHEDULER
         scheduler.set_timesteps(25)
         assert scheduler.sigmas[0].item() == pytest.approx(700.0)

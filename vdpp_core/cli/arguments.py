@@ -65,7 +65,7 @@ def _flag(name: str, field: FieldInfo) -> Any:
     if bool in parts:
         kind, metavar = bool, None
     elif "tuple" in str(field.annotation):
-        kind, metavar = tuple[str, ...], "N [N ...]"
+        kind, metavar = tuple[str, ...], "NAME=VALUE [...]" if name == "call" else "N [N ...]"
     return Annotated[kind, shown(metavar, field.description or name, ", ".join(default))]
 
 

@@ -33,9 +33,10 @@ from vdpp_core.config.steps import split
 from vdpp_core.engine import worker
 from vdpp_core.engine.measure import Stopwatch, keep_freed_memory
 from vdpp_core.models import pipelines
-from vdpp_core.models.stage import Message, Stage
+from vdpp_core.models.message import Message
+from vdpp_core.models.stage import Stage
 from vdpp_core.models.stand_ins import Inventor, Real
-from vdpp_core.models.svd import call_arguments, load_encoders
+from vdpp_core.models.svd import call_arguments
 from vdpp_core.parallel.rendezvous import Ranks, store
 from vdpp_core.parallel.world import World, communication, device_of, joined
 from vdpp_core.runs import results
@@ -115,10 +116,11 @@ class Peers:
         self.config, self.execution, self.device, self.dtype = config, execution, device, execution.dtype
         self.samples = list(range(config.num_samples))
         self.unet = models.load(config, device, self.dtype)
-        self.stage = Stage.around(config, self.unet, device, self.dtype, Stopwatch(device))
-        answer = Inventor(config.seed) if config.image_path is None else Real(load_encoders(config, device, self.dtype))
+        self.stage = Stage.around(config, {"unet": self.unet}, device, self.dtype, Stopwatch(device))
+        encoders = Real(lambda name: pipelines.load_part(config, name, device, self.dtype))
+        answer = encoders if config.encodes else Inventor(config.seed)
         self.stage.use(self.stage.encode(self.samples, answer))
-        self.official = pipelines.around(config, self.unet, device, self.dtype, self.stage.player)
+        self.official = pipelines.around(config, {"unet": self.unet}, device, self.dtype, self.stage.player)
 
     def run(self, run: Run, variant: Variant, ranks: Ranks) -> dict[str, Any]:
         """One run of a peer, which saves its latents: makespan and, where known, latencies in seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -33,7 +34,7 @@ class Model(Frozen):
         "svd (the published one)",
     )
     model_id: str | None = Field(
-        default=None, min_length=1, description="folder or hub name of any Stable Video Diffusion pipeline"
+        default=None, min_length=1, description="folder or hub name of any diffusers video pipeline"
     )
     random_weights: bool = Field(
         default=False, description="the model's configuration with random weights; svd then needs no download"
@@ -75,22 +76,9 @@ class Video(Frozen):
             sizes = [] if isinstance(shape, str) else [int(str(size)) for size in shape]
         except (TypeError, ValueError):
             sizes = []
-        if len(sizes) != 5 or min(sizes) < 1 or max(sizes) > 100_000 or sizes[1] != LATENT_CHANNELS:
+        if not 3 <= len(sizes) <= 5 or min(sizes) < 1 or max(sizes) > 100_000:
             raise ConfigError("latent_shape", shape, allowed)
         return tuple(sizes)
-
-    @field_validator("height", "width")
-    @classmethod
-    def _multiple_of_8(cls, pixels: int | None, info: Any) -> int | None:
-        if pixels is not None and pixels % PIXELS_PER_LATENT:
-            raise ConfigError(info.field_name, pixels, f"must be a multiple of {PIXELS_PER_LATENT}")
-        return pixels
-
-    @model_validator(mode="after")
-    def _one_size(self) -> Self:
-        if self.latent_shape is not None and any((self.num_frames, self.height, self.width)):
-            raise ConfigError("latent_shape", self.latent_shape, "give it or num_frames, height and width, not both")
-        return self
 
 
 class Conditioning(Frozen):
@@ -99,6 +87,11 @@ class Conditioning(Frozen):
     image: Path | None = Field(
         default=None, description="image to animate; a benchmark without one conditions on noise"
     )
+    prompt: str | None = Field(default=None, description="what the video shows, for pipelines that take a text")
+    negative_prompt: str | None = Field(default=None, description="what it shall not show")
+    call: tuple[str, ...] | None = Field(
+        default=None, description="further arguments of the pipeline's call, such as guidance_scale=5.0"
+    )
     guidance_scale: float = Field(default=3.0, ge=0, le=1_000, description="guidance of the last frame")
     min_guidance_scale: float = Field(
         default=1.0, ge=0, le=1_000, description="guidance of the first frame; of a single one above 1, or no guidance"
@@ -106,6 +99,23 @@ class Conditioning(Frozen):
     fps: int = Field(default=7, ge=1, le=240, description="frames per second; the model is conditioned on fps - 1")
     motion_bucket_id: int = Field(default=127, ge=0, le=255, description="amount of motion")
     noise_aug_strength: float = Field(default=0.02, ge=0, le=100, description="noise added to the conditioning image")
+
+    @field_validator("call", mode="before")
+    @classmethod
+    def _named_values(cls, call: Any) -> Any:
+        if isinstance(call, dict):
+            return tuple(f"{name}={json.dumps(value)}" for name, value in call.items())
+        for pair in [] if call is None else call:
+            name, equals, _ = str(pair).partition("=")
+            if not (equals and name.isidentifier()):
+                raise ConfigError("call", pair, "must be NAME=VALUE, with a name of the pipeline's call")
+        return call
+
+    @property
+    def call_values(self) -> dict[str, Any]:
+        """Name -> value of the further arguments of the pipeline's call."""
+        pairs = [pair.partition("=") for pair in self.call or ()]
+        return {name: _value(text) for name, _, text in pairs}
 
     @field_validator("image", mode="before")
     @classmethod
@@ -120,6 +130,14 @@ class Conditioning(Frozen):
             allowed = "must be at most 1 with guidance_scale ≤ 1"
             raise ConfigError("min_guidance_scale", self.min_guidance_scale, allowed)
         return self
+
+
+def _value(text: str) -> Any:
+    """A number, true, false, null or a list, as JSON; anything else is text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class Execution(Frozen):

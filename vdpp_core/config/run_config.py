@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from vdpp_core.config import fields
+from vdpp_core.config import family, fields
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
@@ -51,6 +51,8 @@ class RunConfig(
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        if self.is_svd:
+            self._check_svd()
         has_encoders = self.model != "dummy" and not self.random_weights
         if (self.image is not None or self.command == "generate") and not has_encoders:
             raise ConfigError("model", self.model, "has no image encoders (dummy, random weights): use tiny or svd")
@@ -63,9 +65,43 @@ class RunConfig(
             self._check_layout(self.parallel)
         return self
 
+    def _check_svd(self) -> None:
+        """What holds for Stable Video Diffusion alone."""
+        shape, pixels = self.latent_shape, {name: getattr(self, name) for name in ("height", "width")}
+        for name, size in pixels.items():
+            if size is not None and size % fields.PIXELS_PER_LATENT:
+                raise ConfigError(name, size, f"must be a multiple of {fields.PIXELS_PER_LATENT}")
+        if shape is not None and (len(shape) != 5 or shape[1] != fields.LATENT_CHANNELS):
+            allowed = f"must be five whole numbers B C F H W, each at least 1, with C = {fields.LATENT_CHANNELS}"
+            raise ConfigError("latent_shape", shape, allowed)
+        if shape is not None and any((self.num_frames, *pixels.values())):
+            raise ConfigError("latent_shape", shape, "give it or num_frames, height and width, not both")
+        for name in ("prompt", "negative_prompt", "call"):
+            if value := getattr(self, name):
+                raise ConfigError(name, value, "Stable Video Diffusion takes none; it has flags of its own")
+
+    def _check_family(self, parallel: Parallel) -> None:
+        """What other pipelines cannot do."""
+        if parallel.frames > 1:
+            raise ConfigError("frames", parallel.frames, f"does not split a {self.pipeline_class}")
+        if parallel.fsdp:
+            raise ConfigError("fsdp", True, f"does not shard a {self.pipeline_class}")
+
     def _check_layout(self, parallel: Parallel) -> None:
         if parallel.pp > self.total_steps:
             raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
+        if self.is_svd:
+            self._check_lockstep(parallel)
+        else:
+            self._check_family(parallel)
+        for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
+            if getattr(self, name) and not parallel.fsdp:
+                raise ConfigError(name, True, "only with fsdp")
+        weights = self.stage_weights
+        if weights is not None and (len(weights) != parallel.pp or min(weights) <= 0):
+            raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
+
+    def _check_lockstep(self, parallel: Parallel) -> None:
         if parallel.cfg > 1 and self.guidance_scale <= 1:
             raise ConfigError(
                 "cfg", 2, "buys nothing without guidance, which has one pass: guidance_scale must be above 1"
@@ -75,12 +111,6 @@ class RunConfig(
         if parallel.frames > 1 and self.model == "dummy":
             allowed = "not with model dummy: only a spatio-temporal UNet splits by frames"
             raise ConfigError("frames", parallel.frames, allowed)
-        for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
-            if getattr(self, name) and not parallel.fsdp:
-                raise ConfigError(name, True, "only with fsdp")
-        weights = self.stage_weights
-        if weights is not None and (len(weights) != parallel.pp or min(weights) <= 0):
-            raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
 
     def for_ranks(self, ranks: int) -> RunConfig:
         """Fix the layout for a number of ranks: the given layout, or else every rank a stage.
@@ -114,17 +144,28 @@ class RunConfig(
         return RunConfig(**(data | changes))
 
     @property
+    def pipeline_class(self) -> str:
+        """Name of the diffusers class that runs the model."""
+        return family.pipeline_class(self.model_id)
+
+    @property
+    def is_svd(self) -> bool:
+        """Whether the model is a Stable Video Diffusion."""
+        return self.pipeline_class == family.SVD
+
+    @property
     def layout(self) -> Parallel:
         """The layout; known once `for_ranks` has been called, if not given."""
         assert self.parallel is not None, "for_ranks comes first"
         return self.parallel
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """B C F H W of the latents: as given, from the size in pixels, or the model's default."""
+    def shape(self) -> tuple[int, ...]:
+        """B C F H W of the latents: as given, from the size in pixels, or the model's default. Of other pipelines than
+        Stable Video Diffusion: as the pipeline holds them."""
         if self.latent_shape is not None:
-            batch, channels, frames, rows, columns = self.latent_shape
-            return batch, channels, frames, rows, columns
+            return self.latent_shape
+        assert self.is_svd, "`preflight.complete` comes first"
         frames, rows, columns = LATENT_SIZES["svd" if self.model_id else self.model]
         rows = self.height // fields.PIXELS_PER_LATENT if self.height else rows
         columns = self.width // fields.PIXELS_PER_LATENT if self.width else columns
@@ -143,8 +184,14 @@ class RunConfig(
 
     @property
     def image_path(self) -> Path | None:
-        """The image to animate; None if the conditioning is synthetic."""
-        return fields.EXAMPLE_IMAGE if self.image is None and self.command == "generate" else self.image
+        """The image to animate; None if there is none."""
+        example = self.image is None and self.command == "generate" and self.is_svd
+        return fields.EXAMPLE_IMAGE if example else self.image
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the encoders run. A benchmark without an image or prompt conditions on random numbers."""
+        return not self.random_weights and (self.image_path is not None or self.prompt is not None)
 
     def stages(self) -> list[range]:
         """List the steps of each stage."""

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import torch
+
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.models.images import read_image
 from vdpp_core.parallel import devices
+
+
+def complete(config: RunConfig, ranks: int) -> RunConfig:
+    """Fix what a run's configuration leaves open: the layout, and of other pipelines than SVD the latents' shape.
+
+    Raises:
+        ConfigError: the layout needs another number of ranks, or the pipeline refuses the run.
+    """
+    config = config.for_ranks(ranks)
+    if config.is_svd or config.latent_shape is not None:
+        return config
+    from vdpp_core.models import pipelines  # takes seconds to import
+
+    pipelines.check(config)
+    return config.replace(latent_shape=pipelines.latent_shape(config, torch.float32))
 
 
 def check(config: RunConfig, local_ranks: int) -> Execution:
@@ -22,6 +39,8 @@ def check(config: RunConfig, local_ranks: int) -> Execution:
     devices.check_device(config, execution)
     devices.check_memory_options(config, execution)
     devices.check_dtype(config, execution)
+    if not config.is_svd:
+        return execution
     checkpoint.check_guidance(config, execution)
     checkpoint.check_model(config, execution)
     if config.image_path is not None:

@@ -22,8 +22,9 @@ from vdpp_core.engine import collect_files, preflight
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
 from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
-from vdpp_core.models import stand_ins
-from vdpp_core.models.stage import Message, Packing, Recording, Stage
+from vdpp_core.models import pipelines, stand_ins
+from vdpp_core.models.message import Message, Packing
+from vdpp_core.models.stage import Recording, Stage
 from vdpp_core.parallel import fsdp, guidance
 from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.parallelize import parallelize, sent
@@ -47,7 +48,7 @@ def run(config: RunConfig, predict_times: results.PredictTimes | None = None) ->
     Raises:
         ConfigError: this machine cannot do the run; raised before anything is loaded.
     """
-    config = config.for_ranks(1)
+    config = preflight.complete(config, 1)
     preflight.check(config, local_ranks=1)
     folder = runfolder.create(config)
     try:
@@ -113,7 +114,7 @@ class _Rank:
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.stopwatch, self.meter = Stopwatch(world.device), MemoryMeter(world.device)
         self.phase = "loading"
-        self.unet: nn.Module | None = None
+        self.denoisers = nn.ModuleDict()
         self.finished: dict[int, Tensor] = {}
         self._write_start()
         if config.model != "dummy":
@@ -145,7 +146,7 @@ class _Rank:
             try:
                 self._work()
             except (RuntimeError, MemoryError, OSError) as error:
-                if full := device.explain(error, self.unet, self.phase):
+                if full := device.explain(error, self.denoisers, self.phase):
                     raise full from error
                 raise
 
@@ -176,16 +177,18 @@ class _Rank:
         """Load the UNet and make the conditioning; the encoders are freed when this returns."""
         config, world = self.config, self.world
         if world.shards is None:
-            self.unet = models.load(config, world.device, self.dtype)
+            self.denoisers = nn.ModuleDict(models.load_denoisers(config, world.device, self.dtype))
         else:
             unet = fsdp.structure(config, world.shards, self.dtype)
             self.meter.set_baseline()  # some 15 MB of Python objects of FSDP are no memory of the model
-            self.unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
-        if config.layout.lockstep > 1:
-            parallelize(self.unet, world.mesh)
-        if config.calls_per_step > 1:
-            guidance.one_after_the_other(self.unet)
-        self.stage = Stage.around(config, self.unet, world.device, self.dtype, self.stopwatch)
+            unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
+            self.denoisers = nn.ModuleDict({"unet": unet})
+        for denoiser in self.denoisers.values():
+            if config.layout.lockstep > 1:
+                parallelize(denoiser, world.mesh)
+            if config.calls_per_step > 1:
+                guidance.one_after_the_other(denoiser)
+        self.stage = Stage.around(config, dict(self.denoisers), world.device, self.dtype, self.stopwatch)
         self.stage.use(self._recording())
         self.log.write("loaded")
 
@@ -197,13 +200,11 @@ class _Rank:
         return world.share_object(recording, source=0)
 
     def _answer(self) -> stand_ins.Answer:
-        """The encoders themselves; without an image, or for padding alone, what they might return."""
+        """The encoders themselves, loaded when they are asked; where nothing is encoded, what they might return."""
         config = self.config
-        if config.image_path is None or not self.samples:
+        if not (config.encodes and self.samples):
             return stand_ins.Inventor(config.seed)
-        from vdpp_core.models.svd import load_encoders
-
-        return stand_ins.Real(load_encoders(config, self.world.device, self.dtype))
+        return stand_ins.Real(lambda name: pipelines.load_part(config, name, self.world.device, self.dtype))
 
     def _origin(self) -> str:
         """The digest of rank 0's origin record, after each other machine has compared its own with it.
@@ -222,7 +223,7 @@ class _Rank:
         """Run one of its own steps twice (the first one sets up), on all ranks at once; then the warm-up samples."""
         sample = next(iter(self.stage.recording.answers))
         seconds: list[float] = []
-        predictions: list[Tensor] = []
+        predictions: list[Any] = []
 
         def once(given: Message) -> None:
             self.stage.denoise(sample, self.steps[:1], given, lambda _, step_s: seconds.append(step_s))
@@ -230,12 +231,15 @@ class _Rank:
         with self.stage.seeing(predictions):
             once(self.stage.denoise(sample, range(0), None))
         given = self._agree_on_messages(sample, predictions[0])
-        before = sum(sent(self.unet).values())
+        before = self._sent()
         once(given)
-        self.log.write("warm", seconds=seconds[-1], sent_bytes=sum(sent(self.unet).values()) - before)
+        self.log.write("warm", seconds=seconds[-1], sent_bytes=self._sent() - before)
         self._denoise(range(-self.config.warmup_samples, 0), lambda *_: None)
 
-    def _agree_on_messages(self, sample: int, prediction: Tensor) -> Message:
+    def _sent(self) -> int:
+        return sum(sum(sent(denoiser).values()) for denoiser in self.denoisers.values())
+
+    def _agree_on_messages(self, sample: int, prediction: Any) -> Message:
         """Learn from a rehearsal what the stages before and after hand on; what this one would be given."""
         stage, solver = self.stage, self.stage.solver.name
         given = stage.rehearse(sample, range(self.steps.start), prediction)
@@ -252,23 +256,27 @@ class _Rank:
         if self.config.save_latents:
             if not torch.isfinite(latents).all():
                 raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
-            self.run.save_latents(sample, latents.transpose(1, 2), self.origin)
+            self.run.save_latents(sample, self._turned(latents), self.origin)
         if self.config.command == "generate":
             self.finished[sample] = latents
         self.log.write("sample", sample)
 
+    def _turned(self, latents: Tensor) -> Tensor:
+        """From B C F H W of files to (B, F, C, H, W) of SVD's pipeline, or back. Other pipelines' stay as they are."""
+        return latents.transpose(1, 2) if self.config.is_svd else latents
+
     def _make_videos(self) -> None:
         """Free the UNet, distribute the latents over the replica's ranks, and make this rank's share of the videos."""
-        if self.unet is not None:
-            fsdp.release(self.unet)
-            self.unet = None
+        if self.busy:
+            fsdp.release(self.denoisers)
+            self.denoisers = nn.ModuleDict()
             del self.stage, self.handoff
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         self.meter.reset()
         share = self._share_of_latents()
         for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
-            share[sample] = self.run.load_latents(sample).transpose(1, 2).to(self.world.device)
+            share[sample] = self._turned(self.run.load_latents(sample)).to(self.world.device)
         if share:
             self.videos.make(self.config, self.run.folder, share, self.world.device, self.dtype, self.log)
         self.world.barrier()
@@ -280,8 +288,8 @@ class _Rank:
 
         They come from member 0 of the replica's last stage, the only rank that kept them.
         """
-        batch, channels, frames, rows, columns = self.config.shape
-        shape, team, layout = (batch, frames, channels, rows, columns), self.world.team, self.config.layout
+        team, layout = self.world.team, self.config.layout
+        shape = self._turned(torch.empty(self.config.shape, device="meta")).shape
         ranks, source = dist.get_world_size(team), layout.rank(0, layout.pp - 1)
         share = {}
         for position, sample in enumerate(self.samples):

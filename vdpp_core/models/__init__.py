@@ -28,6 +28,16 @@ def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
     return ready(config, unet)
 
 
+def load_denoisers(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Load a run's denoisers whole: component of the pipeline -> module."""
+    if config.is_svd:
+        return {"unet": load(config, device, dtype)}
+    from vdpp_core.models import pipelines
+
+    names = [name for name in pipelines.DENOISERS if name in pipelines.parts(config)]
+    return {name: pipelines.load_part(config, name, device, dtype) for name in names}
+
+
 def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
     """Make the UNet without weights, on the meta device."""
     with torch.device("meta"):

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from vdpp_core.config import RunConfig
-from vdpp_core.models import svd
+from vdpp_core.config.errors import ConfigError, in_one_line
+from vdpp_core.models import svd, weights
+from vdpp_core.models.images import read_image
 from vdpp_core.models.stand_ins import Answer, StandIn
 
 DENOISERS = ("unet", "transformer", "transformer_2")
+OURS = (  # arguments of a pipeline's call that a run sets, or that have no place in one
+    *("generator", "latents", "output_type", "return_dict", "num_inference_steps", "timesteps", "sigmas"),
+    *("image", "prompt", "negative_prompt", "height", "width", "num_frames"),
+    *("callback_on_step_end", "callback_on_step_end_tensor_inputs"),
+)
+NEEDED = ("latents", "output_type", "generator", "num_inference_steps")
 
 
 @dataclass
@@ -42,13 +55,138 @@ class Official:
         object.__setattr__(self.pipeline, name, module)
 
 
-def around(config: RunConfig, unet: Any, device: torch.device, dtype: torch.dtype, answer: Answer) -> Official:
-    """Make the run's official pipeline around its UNet; whatever else has weights is a stand-in."""
-    shells = svd.shells(config, unet)
-    pipeline = svd.pipeline(config, unet=unet, **shells)
+def around(
+    config: RunConfig, denoisers: dict[str, Any], device: torch.device, dtype: torch.dtype, answer: Answer
+) -> Official:
+    """Make the run's official pipeline around its denoisers; whatever else has weights is a stand-in."""
+    if config.is_svd:
+        shells = svd.shells(config, denoisers["unet"])
+        pipeline = svd.pipeline(config, **denoisers, **shells)
+    else:
+        shells = {name: module for name, module in on_meta(config, dtype).items() if name not in DENOISERS}
+        pipeline = _load(config, dtype, **denoisers, **shells)
     pipeline.set_progress_bar_config(disable=True)  # the rank shows one
     official = Official(pipeline)
     for name, shell in shells.items():
         official.stand_ins[name] = StandIn(name, shell, device, dtype, answer)
         official.replace(name, official.stand_ins[name])
     return official
+
+
+def kind(config: RunConfig) -> Any:
+    """The class of the run's pipeline."""
+    return getattr(importlib.import_module("diffusers"), config.pipeline_class)
+
+
+def parts(config: RunConfig) -> dict[str, Any]:
+    """Component -> class, of those with weights."""
+    index = json.loads((folder(config) / "model_index.json").read_bytes())
+    places = {name: place for name, place in index.items() if isinstance(place, list) and place[0]}
+    classes = {name: getattr(importlib.import_module(place[0]), place[1]) for name, place in places.items()}
+    return {name: found for name, found in classes.items() if issubclass(found, nn.Module)}
+
+
+def on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Component -> the module without weights, on the meta device."""
+    made = {}
+    for name, found in parts(config).items():
+        place = folder(config) / name
+        with torch.device("meta"):
+            if hasattr(found, "load_config"):  # diffusers
+                module = found.from_config(found.load_config(place))
+            else:  # transformers
+                module = found(found.config_class.from_pretrained(place))
+        made[name] = nn.Module.to(module.eval(), "meta", dtype)
+    return made
+
+
+def load_part(config: RunConfig, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Load a component with its weights, of a variant in the run's type where there is one."""
+    place = svd.weights_folder(config, dtype, name)
+    return svd.load_whole(parts(config)[name], place, dtype, weights.variant(place, dtype)).to(device).eval()
+
+
+def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """Load the official pipeline as any user would, without anything of ours in it."""
+    pipeline = _load(config, dtype).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _load(config: RunConfig, dtype: torch.dtype, **given: Any) -> Any:
+    return svd.load_whole(kind(config), folder(config), dtype, **given)
+
+
+def folder(config: RunConfig) -> Path:
+    """Folder of the run's pipeline; of a hub model, the snapshot in the cache, downloaded where needed."""
+    place = Path(str(config.source)).expanduser()
+    if place.is_dir():
+        return place
+    import huggingface_hub as hub
+
+    return Path(hub.snapshot_download(str(config.source), ignore_patterns=["*.bin", "*.ckpt", "*.msgpack"]))
+
+
+@functools.lru_cache(maxsize=8)
+def call_arguments(config: RunConfig) -> dict[str, Any]:
+    """Arguments of the official pipeline's call for a run, except generator and output type.
+
+    What a run does not set is left to the pipeline.
+    """
+    if config.is_svd:
+        return svd.call_arguments(config)
+    given: dict[str, Any] = {name: getattr(config, name) for name in ("prompt", "negative_prompt", *SIZES)}
+    if config.image is not None:
+        given["image"] = read_image(config.image, config.image_size)
+    return {name: value for name, value in given.items() if value is not None} | {
+        "num_inference_steps": config.total_steps,
+        **config.call_values,
+    }
+
+
+SIZES = ("num_frames", "height", "width")
+
+
+def check(config: RunConfig) -> None:
+    """Check that a run can call its pipeline.
+
+    Raises:
+        ConfigError: diffusers has no such pipeline, its call lacks something, or an argument is none of it.
+    """
+    found = getattr(importlib.import_module("diffusers"), config.pipeline_class, None)
+    if found is None:
+        raise ConfigError("model_id", config.source, f"diffusers has no {config.pipeline_class}, which it names")
+    known = inspect.signature(found.__call__).parameters
+    if missing := [name for name in NEEDED if name not in known]:
+        allowed = f"cannot be split by steps: the call of {config.pipeline_class} has no {', '.join(missing)}"
+        raise ConfigError("model_id", config.source, allowed)
+    for name in config.call_values:
+        if name not in known or name in OURS:
+            allowed = f"must be one of {', '.join(sorted(set(known) - {'self', *OURS}))}"
+            raise ConfigError("call", name, allowed)
+    for name in ("prompt", "negative_prompt", "image", *SIZES):
+        if getattr(config, name) is not None and name not in known:
+            raise ConfigError(name, getattr(config, name), f"{config.pipeline_class} takes none")
+    needed = [name for name in ("prompt", "image") if name in known and known[name].default is inspect.Parameter.empty]
+    for name in needed:
+        if getattr(config, name) is None:
+            raise ConfigError(name, "", f"{config.pipeline_class} needs one")
+
+
+def latent_shape(config: RunConfig, dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of the latents, as the pipeline holds them: asked of it, without any weights.
+
+    Raises:
+        ConfigError: the pipeline refuses the run's arguments.
+    """
+    from vdpp_core.models.stage import NoClock, Stage
+    from vdpp_core.models.stand_ins import Inventor
+
+    shells = {name: module for name, module in on_meta(config, dtype).items() if name in DENOISERS}
+    stage = Stage.around(config, shells, torch.device("cpu"), dtype, NoClock())
+    try:
+        stage.use(stage.encode([0], Inventor(0)))
+        return tuple(stage.denoise(0, range(0), None).latents.shape)
+    except (ValueError, TypeError) as error:
+        words = in_one_line(str(error))[:300]
+        raise ConfigError("model_id", config.source, f"{config.pipeline_class} refuses the run: {words}") from None

@@ -32,14 +32,13 @@ class Solver:
         self.kind, self.total_steps = type(scheduler), total_steps
         self.scheduler = copy.deepcopy(scheduler)
         self.name = self.kind.__name__
-        self._sigma = vars(self.scheduler).pop("init_noise_sigma", None)  # an attribute in some, a property in others
         methods: dict[str, Any] = {
             name: _as_method(getattr(self, f"_{name}"), getattr(self.kind, name))
             for name in ("set_timesteps", "step", "set_begin_index")
             if hasattr(self.kind, name)
         }
-        methods["init_noise_sigma"] = property(lambda _: self._init_noise_sigma(), lambda *_: None)
         self.scheduler.__class__ = type(self.name, (self.kind,), methods)
+        self.untouched = _copied(vars(self.scheduler))
         self.takes_previous = _PREVIOUS in inspect.signature(self.kind.step).parameters
         self.show(range(total_steps), {})
 
@@ -55,14 +54,17 @@ class Solver:
 
     def memory(self) -> dict[str, Any]:
         """What the solver has changed since the pipeline set the timesteps: history, counters. Attribute -> value."""
-        return {
-            name: copy.copy(value)
-            for name, value in vars(self.scheduler).items()
-            if name not in _OWN and not _is_same(value, self.fresh.get(name))
+        changed = {
+            name: value
+            for name, value in sorted(vars(self.scheduler).items())
+            if name not in _OWN and not (name in self.fresh and _is_same(value, self.fresh[name]))
         }
+        return _copied(changed)
 
     def _set_timesteps(self, *args: Any, **kwargs: Any) -> None:
         own = self.scheduler
+        vars(own).clear()
+        vars(own).update(_copied(self.untouched))  # some solvers leave things behind for the next sample
         given = inspect.signature(self.kind.set_timesteps).bind(own, *args, **kwargs)
         device = torch.device(given.arguments.get("device") or "cpu")
         if device.type == "meta":  # no solver can work out its timesteps there
@@ -73,19 +75,12 @@ class Solver:
         self.first, stop = (edge * number // self.total_steps for edge in (self.steps.start, self.steps.stop))
         if hasattr(self.kind, "set_begin_index"):
             self.kind.set_begin_index(own, self.first)
-        self.fresh = {name: copy.copy(value) if isinstance(value, list) else value for name, value in vars(own).items()}
-        for name, value in self.given.items():
-            setattr(own, name, copy.copy(value))  # lists are changed in place
+        self.fresh = _copied(vars(own))
+        vars(own).update(_copied(self.given))
         own.timesteps = self.whole[self.first : stop]
 
     def _set_begin_index(self, begin_index: int = 0) -> None:
         self.kind.set_begin_index(self.scheduler, self.first)
-
-    def _init_noise_sigma(self) -> Any:
-        """Later stages get latents that are scaled already."""
-        if self.steps.start > 0:
-            return 1.0
-        return self._sigma if self._sigma is not None else self.kind.init_noise_sigma.fget(self.scheduler)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         own, index = self.scheduler, self.first + self.taken
@@ -111,6 +106,11 @@ class Solver:
         given = inspect.signature(self.kind.step).bind(self.scheduler, *args, **kwargs)
         given.arguments |= {_PREVIOUS: getattr(self.scheduler, _PREVIOUS, None), "timestep_back": self.whole[index - 1]}
         return given.args[1:], given.kwargs
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The same attributes; lists are copied, because solvers change them in place."""
+    return {name: copy.copy(value) if isinstance(value, list) else value for name, value in attributes.items()}
 
 
 def _as_method(function: Callable[..., Any], replaced: Callable[..., Any]) -> Callable[..., Any]:

@@ -94,12 +94,15 @@ class Player:
 
 
 class Real:
-    """The modules themselves answer."""
+    """The modules themselves answer; each is loaded when it is first asked."""
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.modules = modules
+    def __init__(self, load: Callable[[str], nn.Module]) -> None:
+        self.load = load
+        self.modules: dict[str, nn.Module] = {}
 
     def __call__(self, asked: StandIn, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if asked.name not in self.modules:
+            self.modules[asked.name] = self.load(asked.name)
         module = self.modules[asked.name]
         if module.dtype != asked.dtype:  # the pipeline has cast what stands for it
             nn.Module.to(module, asked.dtype)

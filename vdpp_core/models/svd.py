@@ -50,14 +50,7 @@ def weights_folder(config: RunConfig, dtype: torch.dtype, part: str = "unet") ->
 def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UNetSpatioTemporalConditionModel:
     """Load the whole UNet of `config.source` onto `device` with diffusers."""
     folder = weights_folder(config, dtype)
-    return _load(UNetSpatioTemporalConditionModel, folder, weights.variant(folder, dtype), dtype).to(device)
-
-
-def load_encoders(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """Load the encoders of `config.source`: component -> module."""
-    absent = dict.fromkeys(("unet", "scheduler", "feature_extractor"))
-    pipeline = _load_pipeline(config, dtype, ENCODERS, **absent)
-    return {name: getattr(pipeline, name).to(device) for name in ENCODERS}
+    return load_whole(UNetSpatioTemporalConditionModel, folder, dtype, weights.variant(folder, dtype)).to(device)
 
 
 def shells(config: RunConfig, unet: Any) -> dict[str, nn.Module]:
@@ -151,12 +144,13 @@ def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...]
         folder = Path(hub.snapshot_download(str(config.source), allow_patterns="*.json"))
     variants = {weights.variant(weights_folder(config, dtype, part), dtype) for part in parts}
     variant = next(filter(None, variants), None)  # diffusers uses it for the parts that have it
-    pipeline = _load(StableVideoDiffusionPipeline, folder, variant, dtype, **given)
+    pipeline = load_whole(StableVideoDiffusionPipeline, folder, dtype, variant, **given)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def _load(kind: Any, folder: Path, variant: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:
+def load_whole(kind: Any, folder: Path, dtype: torch.dtype, variant: str | None = None, **kwargs: Any) -> Any:
+    """Load a pipeline or a part of one as diffusers and transformers do, except for what is given."""
     with warnings.catch_warnings():  # diffusers ≥ 0.42 prefers `dtype`, which 0.36 does not know
         warnings.filterwarnings("ignore", message=".*torch_dtype.*")
         return kind.from_pretrained(folder, torch_dtype=dtype, variant=variant, use_safetensors=True, **kwargs)

@@ -225,7 +225,7 @@ def before_step(config: RunConfig, unet: Any, dtype: torch.dtype, marks: Marks) 
 
     if config.calls_per_step > 1:
         guidance.one_after_the_other(unet)
-    stage = Stage.around(config, unet, META, dtype, marks)
+    stage = Stage.around(config, {"unet": unet}, META, dtype, marks)
     stage.use(stage.encode([0], Inventor(0)))
     return stage
 
