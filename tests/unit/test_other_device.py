@@ -25,7 +25,7 @@ from vdpp_core.engine import videos, worker
 from vdpp_core.engine.worker import _Rank
 from vdpp_core.models.decoding import Decoder
 from vdpp_core.models.stage import Recording
-from vdpp_core.models.stand_ins import Player, replaced
+from vdpp_core.models.stand_ins import Player, StandIn, replaced
 from vdpp_core.parallel import rendezvous, world
 from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.rendezvous import Ranks
@@ -133,8 +133,8 @@ def test_decoding(layout: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def left_on_the_cpu(name: str) -> tuple[Any, str, Any]:
     """Something of a run that forgets to move."""
 
-    def on_the_cpu(player: Player, *_: Any) -> Any:
-        return replaced(player.outputs[next(player.answers)], lambda tensor: torch.zeros(tensor.shape))
+    def on_the_cpu(player: Player, asked: StandIn, *_: Any) -> Any:
+        return replaced(player.outputs[next(player.answers[asked.name])], lambda tensor: torch.zeros(tensor.shape))
 
     return {
         "encoded": (Player, "__call__", on_the_cpu),

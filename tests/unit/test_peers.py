@@ -216,7 +216,10 @@ def test_synthetic_conditioning_of_a_sample_is_the_same_in_every_replica() -> No
     def encoded(samples: range) -> dict[int, torch.Tensor]:
         stage = Stage.around(config, {"unet": unet}, device, torch.float32, Stopwatch(device))
         recording = stage.encode(samples, Inventor(config.seed))
-        return {sample: recording.outputs[numbers[1]].latent_dist.mean for sample, numbers in recording.answers.items()}
+        return {
+            sample: recording.outputs[numbers["vae"][0]].latent_dist.mean
+            for sample, numbers in recording.answers.items()
+        }
 
     alone, second = encoded(range(4)), encoded(range(1, 4, 2))
     assert all(torch.equal(alone[sample], second[sample]) for sample in second)

@@ -139,7 +139,7 @@ class RunConfig(
         in_pixels = {"num_frames", "height", "width"}
         if in_pixels & set(changes):
             data.pop("latent_shape", None)
-        if "latent_shape" in changes:
+        if "latent_shape" in changes and self.is_svd:
             data = {name: value for name, value in data.items() if name not in in_pixels}
         return RunConfig(**(data | changes))
 

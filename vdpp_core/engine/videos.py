@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,37 +16,44 @@ from torch import Tensor
 
 from vdpp_core.config import RunConfig
 from vdpp_core.engine import media
-from vdpp_core.models import images
-from vdpp_core.models.decoding import Decoder, decode, to_bytes
+from vdpp_core.models import images, pipelines, svd
+from vdpp_core.models.decoding import Decoder, OfficialDecoder, decode, to_bytes
 from vdpp_core.models.images import Frames
-from vdpp_core.models.svd import call_arguments, load_official
+from vdpp_core.models.stage import Recording
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import write_whole
 from vdpp_core.runs.runfolder import video_names
 
 
 def make(
-    config: RunConfig, folder: Path, share: dict[int, Tensor], device: torch.device, dtype: torch.dtype, log: EventLog
+    config: RunConfig,
+    folder: Path,
+    share: dict[int, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    log: EventLog,
+    recording: Recording | None = None,
 ) -> None:
-    """Decode each sample of `share`, latents (B, F, 4, H, W), and write its videos; compare them if the run says so.
+    """Decode each sample of `share`, latents as the pipeline has them, and write its videos; compare them if the run
+    says so.
 
     Raises:
         FloatingPointError: a sample's frames are black or not finite; nothing of it was written.
     """
-    image = _as_seen(config)
     current: list[int] = []
-    decoder = Decoder(config, device, dtype, chunk_done=lambda: log.write("chunk", current[-1]))
+    given = config, device, dtype, lambda: log.write("chunk", current[-1])
+    decoder = Decoder(*given) if config.is_svd else OfficialDecoder(*given, list(share), recording)
     kept = {}  # only for the comparison, because frames are large
     for sample, latents in share.items():
         current.append(sample)
         log.write("decode", sample)
         started = time.perf_counter()
         try:
-            made = decoder.frames(latents)
+            made = decoder.frames(sample, latents)
         except FloatingPointError as error:
             raise FloatingPointError(f"sample {sample}: {error}") from None
         for name, frames in zip(video_names(config, sample), made, strict=True):
-            media.save_video(folder / "videos", name, frames, image, config.fps)
+            media.save_video(folder / "videos", name, frames, _as_seen(config, made), config.fps)
         log.write("video", sample, seconds=time.perf_counter() - started)
         if config.compare_official:
             kept[sample] = made
@@ -60,30 +68,39 @@ def make(
 def make_contact_sheet(config: RunConfig, folder: Path) -> None:
     """Write a sheet of the first 32 videos, and the image as the model saw it."""
     place = folder / "videos"
-    write_whole(place / "input.png", _as_seen(config).save)
     names = [name for sample in range(config.num_samples) for name in video_names(config, sample)]
     rows = [Image.open(path) for name in names[: media.SHEET_ROWS] if (path := place / f"{name}.png").exists()]
+    if config.image_path is not None:
+        width, height = config.image_size if config.is_svd else rows[0].size
+        write_whole(place / "input.png", _resized(config.image_path, (width, height)).save)
     write_whole(place / "contact-sheet.png", media.contact_sheet(rows).save)
 
 
-def _as_seen(config: RunConfig) -> Image.Image:
+def _as_seen(config: RunConfig, made: Frames) -> Image.Image | None:
     """The image, cropped and at the size of the videos."""
-    assert config.image_path is not None
-    return images.read_image(config.image_path, config.image_size).resize(config.image_size, Image.Resampling.LANCZOS)
+    *_, height, width, _ = made.shape
+    return None if config.image_path is None else _resized(config.image_path, (width, height))
+
+
+def _resized(path: Path, size: tuple[int, int]) -> Image.Image:
+    return images.read_image(path, size).resize(size, Image.Resampling.LANCZOS)
 
 
 class Official:
-    """`StableVideoDiffusionPipeline` with the run's arguments."""
+    """The official pipeline with the run's arguments."""
 
     def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.pipeline = config, load_official(config, device, dtype)
-        self.arguments = call_arguments(config)
+        self.config = config
+        self.pipeline = (svd.load_official if config.is_svd else pipelines.load_official)(config, device, dtype)
+        self.arguments = pipelines.call_arguments(config)
 
     def generate(self, sample: int, step_done: Callable[[int], None]) -> tuple[Tensor, Frames]:
-        """Generate a sample: latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3).
+        """Generate a sample: latents before decoding, and frames (B, F, height, width, 3).
+
+        A pipeline that shows its latents to nobody is called twice.
 
         Args:
-            step_done: called after each step with its number, from 0.
+            step_done: called after each step with its number, from 0, where the pipeline says so.
         """
         last: dict[str, Tensor] = {}
 
@@ -92,13 +109,18 @@ class Official:
             last.update(tensors)
             return tensors
 
-        frames = self.pipeline(
-            **self.arguments,
-            generator=torch.Generator().manual_seed(self.config.seed + sample),
-            output_type="np",
-            callback_on_step_end=keep,
-        ).frames
-        return last["latents"], to_bytes(frames)
+        if "callback_on_step_end" in inspect.signature(self.pipeline.__call__).parameters:
+            frames = self._call(sample, output_type="np", callback_on_step_end=keep)
+        else:
+            frames, last["latents"] = (self._call(sample, output_type=kind) for kind in ("np", "latent"))
+        return last["latents"], to_bytes(np.asarray(frames))
+
+    def _call(self, sample: int, **arguments: Any) -> Any:
+        seed = self.config.seed + sample
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)  # some pipelines draw without the generator
+            generator = torch.Generator().manual_seed(seed)
+            return self.pipeline(**self.arguments, generator=generator, **arguments).frames
 
     def compare(self, sample: int, latents: Tensor, frames: Frames, step_done: Callable[[int], None]) -> dict[str, Any]:
         """Compare a sample's latents and frames with the official ones: equality and largest difference.
@@ -108,7 +130,7 @@ class Official:
         """
         official_latents, together = self.generate(sample, step_done)
         official_frames, facts = together, {}
-        if len(together) > 1:
+        if len(together) > 1 and self.config.is_svd:
             official_frames = self._one_by_one(official_latents)
             facts = {"max_batch_difference": _grey_levels(official_frames, together)}
         return facts | {

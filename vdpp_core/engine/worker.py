@@ -246,6 +246,7 @@ class _Rank:
         self.incoming = Packing(given, solver)
         if not self.last:
             self.outgoing = Packing(stage.rehearse(sample, range(self.steps.stop), prediction), solver)
+        self.made = stage.rehearse(sample, range(self.config.total_steps), prediction).latents.to("meta")
         self.handoff = Handoff(self.world, self.incoming.size)
         self.handoff.connect()
         return given
@@ -267,9 +268,11 @@ class _Rank:
 
     def _make_videos(self) -> None:
         """Free the UNet, distribute the latents over the replica's ranks, and make this rank's share of the videos."""
+        recording = None
         if self.busy:
             fsdp.release(self.denoisers)
             self.denoisers = nn.ModuleDict()
+            recording = self.stage.recording
             del self.stage, self.handoff
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -278,7 +281,7 @@ class _Rank:
         for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
             share[sample] = self._turned(self.run.load_latents(sample)).to(self.world.device)
         if share:
-            self.videos.make(self.config, self.run.folder, share, self.world.device, self.dtype, self.log)
+            self.videos.make(self.config, self.run.folder, share, self.world.device, self.dtype, self.log, recording)
         self.world.barrier()
         if self.world.rank == 0:
             self.videos.make_contact_sheet(self.config, self.run.folder)
@@ -289,13 +292,12 @@ class _Rank:
         They come from member 0 of the replica's last stage, the only rank that kept them.
         """
         team, layout = self.world.team, self.config.layout
-        shape = self._turned(torch.empty(self.config.shape, device="meta")).shape
         ranks, source = dist.get_world_size(team), layout.rank(0, layout.pp - 1)
         share = {}
         for position, sample in enumerate(self.samples):
             latents = self.finished.pop(sample, None)
             if latents is None:
-                latents = torch.empty(shape, device=self.world.device, dtype=self.dtype)
+                latents = torch.empty_like(self.made, device=self.world.device)
             latents = latents.contiguous()
             self.world.share(latents, source)
             if position % ranks == dist.get_rank(team):

@@ -16,7 +16,7 @@ from torch import nn
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.models import svd, weights
-from vdpp_core.models.images import read_image
+from vdpp_core.models.images import whole_image
 from vdpp_core.models.stand_ins import Answer, StandIn
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -100,6 +100,11 @@ def on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
     return made
 
 
+def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Component -> denoiser without weights."""
+    return {name: module for name, module in on_meta(config, dtype).items() if name in DENOISERS}
+
+
 def load_part(config: RunConfig, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Load a component with its weights, of a variant in the run's type where there is one."""
     place = svd.weights_folder(config, dtype, name)
@@ -137,7 +142,7 @@ def call_arguments(config: RunConfig) -> dict[str, Any]:
         return svd.call_arguments(config)
     given: dict[str, Any] = {name: getattr(config, name) for name in ("prompt", "negative_prompt", *SIZES)}
     if config.image is not None:
-        given["image"] = read_image(config.image, config.image_size)
+        given["image"] = whole_image(config.image)
     return {name: value for name, value in given.items() if value is not None} | {
         "num_inference_steps": config.total_steps,
         **config.call_values,
@@ -182,8 +187,7 @@ def latent_shape(config: RunConfig, dtype: torch.dtype) -> tuple[int, ...]:
     from vdpp_core.models.stage import NoClock, Stage
     from vdpp_core.models.stand_ins import Inventor
 
-    shells = {name: module for name, module in on_meta(config, dtype).items() if name in DENOISERS}
-    stage = Stage.around(config, shells, torch.device("cpu"), dtype, NoClock())
+    stage = Stage.around(config, denoisers_on_meta(config, dtype), torch.device("cpu"), dtype, NoClock())
     try:
         stage.use(stage.encode([0], Inventor(0)))
         return tuple(stage.denoise(0, range(0), None).latents.shape)

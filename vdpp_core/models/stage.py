@@ -22,10 +22,10 @@ Report = Callable[[int, float], None]  # step, seconds
 
 @dataclass
 class Recording:
-    """What the encoders returned: `outputs`, and for each sample the numbers of those it got, in order of the calls."""
+    """What the encoders returned, `outputs`, and sample -> component -> numbers of those it got, in order."""
 
     outputs: list[Any]
-    answers: dict[int, list[int]]
+    answers: dict[int, dict[str, list[int]]]
 
 
 class Clock(Protocol):
@@ -106,9 +106,9 @@ class Stage:
         """Run all that comes before the first step, for each sample, and record what the encoders answer."""
         recorder = Recorder(answer)
         self.official.answer(recorder)
-        answers: dict[int, list[int]] = {}
+        answers: dict[int, dict[str, list[int]]] = {}
         for sample in samples:
-            recorder.answers = answers[sample] = []
+            recorder.answers = answers[sample] = {}
             self._call(sample, range(0), None)
         return Recording(recorder.outputs, answers)
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 Answer = Callable[["StandIn", str, tuple, dict[str, Any]], Any]  # who is asked, method, arguments -> what it returns
+VALUE = "value"  # asked for instead of a method: an attribute's value
 METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 
 
@@ -54,19 +56,21 @@ class StandIn(nn.Module):
             found = getattr(self.__dict__["shell"], name)
         if name in METHODS:
             return lambda *args, **kwargs: self.answer(self, name, args, kwargs)
+        if isinstance(found, Tensor):  # a buffer, whose values are stored with the weights
+            return self.answer(self, VALUE, (name,), {})
         return found
 
 
 class Recorder:
     """Has another answer, and keeps what it returned in host memory; equal questions are asked once.
 
-    `answers` is what the sample's calls returned, in order: numbers of `outputs`.
+    `answers` is what each component returned for the sample, in order: numbers of `outputs`.
     """
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.outputs: list[Any] = []
-        self.answers: list[int] = []
+        self.answers: dict[str, list[int]] = {}
         self.known: dict[str, int] = {}
 
     def __call__(self, asked: StandIn, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -74,8 +78,8 @@ class Recorder:
         if key not in self.known:
             self.known[key] = len(self.outputs)
             self.outputs.append(moved(self.answer(asked, method, args, kwargs), torch.device("cpu")))
-        self.answers.append(self.known[key])
-        return moved(self.outputs[self.answers[-1]], asked.device)
+        self.answers.setdefault(asked.name, []).append(self.known[key])
+        return moved(self.outputs[self.known[key]], asked.device)
 
 
 class Player:
@@ -83,14 +87,14 @@ class Player:
 
     def __init__(self, outputs: list[Any]) -> None:
         self.outputs = outputs
-        self.play([])
+        self.play({})
 
-    def play(self, answers: list[int]) -> None:
+    def play(self, answers: dict[str, list[int]]) -> None:
         """Start at the first of a sample's answers."""
-        self.answers = iter(answers)
+        self.answers = {name: iter(numbers) for name, numbers in answers.items()}
 
     def __call__(self, asked: StandIn, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return moved(self.outputs[next(self.answers)], asked.device)
+        return moved(self.outputs[next(self.answers[asked.name])], asked.device)
 
 
 class Real:
@@ -106,7 +110,7 @@ class Real:
         module = self.modules[asked.name]
         if module.dtype != asked.dtype:  # the pipeline has cast what stands for it
             nn.Module.to(module, asked.dtype)
-        return module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
+        return _called(module, method, args, kwargs)
 
 
 class Inventor:
@@ -118,14 +122,28 @@ class Inventor:
     def __call__(self, asked: StandIn, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         generator = torch.Generator().manual_seed(self.seed ^ int(digest(method, args, kwargs)[:15], 16))
         module, meta = nn.Module.to(asked.shell, asked.dtype), torch.device("meta")
-        call = module if method == "forward" else getattr(module, method)
 
         def draw(like: Tensor) -> Tensor:
             if not like.is_floating_point():
                 return torch.zeros(like.shape, dtype=like.dtype, device=asked.device)
             return torch.randn(like.shape, generator=generator).to(asked.device, like.dtype)
 
-        return replaced(call(*moved(args, meta), **moved(kwargs, meta)), draw)
+        with _Agreeing():
+            made = _called(module, method, moved(args, meta), moved(kwargs, meta))
+        return replaced(made, draw)
+
+
+class _Agreeing(TorchFunctionMode):
+    """Says yes to whoever asks a tensor on the meta device, such as whether its mask lets everything through."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return True if func is Tensor.__bool__ and args[0].is_meta else func(*args, **(kwargs or {}))
+
+
+def _called(module: nn.Module, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if method == VALUE:
+        return getattr(module, *args)
+    return module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
 
 
 def moved(value: Any, device: torch.device) -> Any:
