@@ -80,20 +80,11 @@ class RunConfig(
             if value := getattr(self, name):
                 raise ConfigError(name, value, "Stable Video Diffusion takes none; it has flags of its own")
 
-    def _check_family(self, parallel: Parallel) -> None:
-        """What other pipelines cannot do."""
-        if parallel.frames > 1:
-            raise ConfigError("frames", parallel.frames, f"does not split a {self.pipeline_class}")
-        if parallel.fsdp:
-            raise ConfigError("fsdp", True, f"does not shard a {self.pipeline_class}")
-
     def _check_layout(self, parallel: Parallel) -> None:
         if parallel.pp > self.total_steps:
             raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
         if self.is_svd:
             self._check_lockstep(parallel)
-        else:
-            self._check_family(parallel)
         for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
             if getattr(self, name) and not parallel.fsdp:
                 raise ConfigError(name, True, "only with fsdp")

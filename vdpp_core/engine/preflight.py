@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vdpp_core.config import RunConfig
+from vdpp_core.config import ConfigError, RunConfig
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.models.images import read_image
-from vdpp_core.parallel import devices
+from vdpp_core.parallel import devices, sequence
 
 
 def complete(config: RunConfig, ranks: int) -> RunConfig:
@@ -23,7 +23,14 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
     from vdpp_core.models import pipelines  # takes seconds to import
 
     pipelines.check(config)
-    return config.replace(latent_shape=pipelines.latent_shape(config, torch.float32))
+    stage = pipelines.without_weights(config, torch.float32)
+    loop = stage.loop(0)
+    passes = loop.passes.calls * loop.passes.stacked
+    if config.layout.cfg > 1 and passes != 2:
+        allowed = f"buys nothing without guidance: {config.pipeline_class} has {passes} pass in a step of this run"
+        raise ConfigError("cfg", 2, allowed)
+    sequence.check(stage.official.denoisers, loop.calls, config.layout.frames)
+    return config.replace(latent_shape=tuple(loop.latents.shape))
 
 
 def check(config: RunConfig, local_ranks: int) -> Execution:

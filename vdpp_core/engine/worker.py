@@ -24,7 +24,7 @@ from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
 from vdpp_core.models import pipelines, stand_ins
 from vdpp_core.models.message import Message, Packing
-from vdpp_core.models.stage import Recording, Stage
+from vdpp_core.models.stage import Passes, Recording, Stage
 from vdpp_core.parallel import fsdp, guidance
 from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.parallelize import parallelize, sent
@@ -179,18 +179,24 @@ class _Rank:
         if world.shards is None:
             self.denoisers = nn.ModuleDict(models.load_denoisers(config, world.device, self.dtype))
         else:
-            unet = fsdp.structure(config, world.shards, self.dtype)
+            self.denoisers = fsdp.structure(config, world.shards, self.dtype)
             self.meter.set_baseline()  # some 15 MB of Python objects of FSDP are no memory of the model
-            unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
-            self.denoisers = nn.ModuleDict({"unet": unet})
-        for denoiser in self.denoisers.values():
-            if config.layout.lockstep > 1:
-                parallelize(denoiser, world.mesh)
-            if config.calls_per_step > 1:
-                guidance.one_after_the_other(denoiser)
+            fsdp.materialise(self.denoisers, config, world.shards, world.device, self.dtype)
         self.stage = Stage.around(config, dict(self.denoisers), world.device, self.dtype, self.stopwatch)
         self.stage.use(self._recording())
+        self._split_steps()
         self.log.write("loaded")
+
+    def _split_steps(self) -> None:
+        """Split the denoisers' forward passes over the lockstep group, and the guidance as the pipeline does it."""
+        config, passes = self.config, Passes(1, 1)
+        if config.layout.cfg > 1 or config.sequential:
+            passes = self.stage.loop(next(iter(self.stage.recording.answers))).passes
+        for denoiser in self.denoisers.values():
+            if config.layout.lockstep > 1:
+                parallelize(denoiser, self.world.mesh, calls_per_step=passes.calls)
+            if config.sequential and passes.stacked == 2:
+                guidance.one_after_the_other(denoiser)
 
     def _recording(self) -> Recording:
         """Encode the replica's samples on its first rank, and send what the encoders returned to the others."""

@@ -8,7 +8,7 @@ import inspect
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.models import svd, weights
 from vdpp_core.models.images import whole_image
 from vdpp_core.models.stand_ins import Answer, StandIn
+
+if TYPE_CHECKING:
+    from vdpp_core.models.stage import Stage
 
 DENOISERS = ("unet", "transformer", "transformer_2")
 OURS = (  # arguments of a pipeline's call that a run sets, or that have no place in one
@@ -105,6 +108,27 @@ def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Mod
     return {name: module for name, module in on_meta(config, dtype).items() if name in DENOISERS}
 
 
+def skeletons(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Component -> denoiser, its parameters on the meta device, in the types that `load_part` gives them.
+
+    Buffers have their values: some are computed by the constructor and not stored.
+    """
+    from accelerate import init_empty_weights
+    from diffusers.models.modeling_utils import no_init_weights
+
+    made = {}
+    for name, found in parts(config).items():
+        if name in DENOISERS:
+            with no_init_weights(), init_empty_weights(include_buffers=False):
+                module = found.from_config(found.load_config(folder(config) / name)).eval().requires_grad_(False)
+            kept, stored = set(found._keep_in_fp32_modules or ()), module.state_dict().keys()
+            for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if tensor.is_floating_point() and path in stored:
+                    tensor.data = tensor.data.to(torch.float32 if kept & set(path.split(".")) else dtype)
+            made[name] = module
+    return made
+
+
 def load_part(config: RunConfig, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Load a component with its weights, of a variant in the run's type where there is one."""
     place = svd.weights_folder(config, dtype, name)
@@ -178,8 +202,8 @@ def check(config: RunConfig) -> None:
             raise ConfigError(name, "", f"{config.pipeline_class} needs one")
 
 
-def latent_shape(config: RunConfig, dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of the latents, as the pipeline holds them: asked of it, without any weights.
+def without_weights(config: RunConfig, dtype: torch.dtype) -> Stage:
+    """Make a stage of the run whose loop can be gone through for sample 0, without any weights.
 
     Raises:
         ConfigError: the pipeline refuses the run's arguments.
@@ -190,7 +214,7 @@ def latent_shape(config: RunConfig, dtype: torch.dtype) -> tuple[int, ...]:
     stage = Stage.around(config, denoisers_on_meta(config, dtype), torch.device("cpu"), dtype, NoClock())
     try:
         stage.use(stage.encode([0], Inventor(0)))
-        return tuple(stage.denoise(0, range(0), None).latents.shape)
     except (ValueError, TypeError) as error:
         words = in_one_line(str(error))[:300]
         raise ConfigError("model_id", config.source, f"{config.pipeline_class} refuses the run: {words}") from None
+    return stage

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,10 @@ from torch import Tensor, nn
 from vdpp_core.config import RunConfig
 from vdpp_core.models import pipelines
 from vdpp_core.models.message import Message
+from vdpp_core.models.patches import as_asked
 from vdpp_core.models.pipelines import Official
 from vdpp_core.models.solver import Solver
-from vdpp_core.models.stand_ins import Answer, Player, Recorder, replaced
+from vdpp_core.models.stand_ins import Answer, Player, Recorder, moved, replaced, sample_of
 
 Report = Callable[[int, float], None]  # step, seconds
 
@@ -26,6 +29,41 @@ class Recording:
 
     outputs: list[Any]
     answers: dict[int, dict[str, list[int]]]
+
+
+class Call(NamedTuple):
+    """A call of a denoiser in the loop: at which of its timesteps, and the arguments on the meta device."""
+
+    denoiser: str
+    timestep: int
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+class Passes(NamedTuple):
+    """How a pipeline guides: calls of a denoiser at each timestep, and passes that are stacked in one call."""
+
+    calls: int
+    stacked: int
+
+
+@dataclass
+class Loop:
+    """What a pipeline's loop begins with, and what it asks of its denoisers.
+
+    Attributes:
+        latents: as the pipeline holds them.
+    """
+
+    latents: Tensor
+    calls: list[Call]
+
+    @property
+    def passes(self) -> Passes:
+        """How the pipeline guides. Where the timesteps differ, one pass counts."""
+        calls = set(Counter(call.timestep for call in self.calls).values())
+        stacked = {len(sample_of(call.args, call.kwargs)) // len(self.latents) for call in self.calls}
+        return Passes(*(found.pop() if len(found) == 1 else 1 for found in (calls, stacked)))
 
 
 class Clock(Protocol):
@@ -180,14 +218,29 @@ class Stage:
         Args:
             prediction: what a denoiser returned, for its form.
         """
-        with self._predicting(replaced(prediction, torch.zeros_like)):
+        zeros = replaced(prediction, torch.zeros_like)
+        with self._predicting(lambda *_, **__: zeros):
             return self.denoise(sample, steps, None)
 
+    def loop(self, sample: int) -> Loop:
+        """Go through the whole loop of a recorded sample without the denoisers, which predict zeros."""
+        loop = Loop(self.denoise(sample, range(0), None).latents, [])
+
+        def see(name: str, *args: Any, **kwargs: Any) -> Any:
+            loop.calls.append(Call(name, self.solver.taken, *moved((args, kwargs), torch.device("meta"))))
+            given = sample_of(args, kwargs)
+            return as_asked(given.new_zeros(len(given), *loop.latents.shape[1:]), kwargs.get("return_dict", True))
+
+        with self._predicting(see):
+            self.denoise(sample, range(self.total_steps), None)
+        return loop
+
     @contextmanager
-    def _predicting(self, prediction: Any) -> Iterator[None]:
+    def _predicting(self, predict: Callable[..., Any]) -> Iterator[None]:
+        """Have `predict`, which gets a denoiser's name and arguments, answer for all denoisers."""
         real = self.official.denoisers
         for name, module in real.items():
-            self.official.replace(name, _Constant(module, prediction))
+            self.official.replace(name, _Answering(module, partial(predict, name)))
         try:
             yield
         finally:
@@ -208,15 +261,15 @@ class Stage:
                 hook.remove()
 
 
-class _Constant(nn.Module):
-    """Looks like a denoiser, and always predicts the same."""
+class _Answering(nn.Module):
+    """Looks like a denoiser, and has a function predict."""
 
-    def __init__(self, denoiser: nn.Module, prediction: Any) -> None:
+    def __init__(self, denoiser: nn.Module, predict: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["denoiser"], self.prediction = denoiser, prediction
+        self.__dict__["denoiser"], self.predict = denoiser, predict
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.prediction
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.predict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

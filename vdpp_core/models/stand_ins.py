@@ -167,6 +167,11 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def sample_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor of a denoiser's arguments, which is the latents."""
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
 def digest(*values: Any) -> str:
     """Hexadecimal digest of tensors' values and other objects' text."""
     digest = hashlib.sha256()
