@@ -47,7 +47,8 @@ def split_calls(denoiser: nn.Module, group: Group, patches: Patches) -> None:
     """Have each of the two ranks of `group` compute every other call, for pipelines that call once for each pass.
 
     A call that the other rank computes returns NaNs, and the second call of a pair fills both predictions in. Pipelines
-    read neither before. The first call with latents of a new shape is computed by both, to learn what it returns.
+    read neither before. Of the first pair with latents of a shape, both ranks compute both, to learn what a call
+    returns.
     """
     assert group.size == 2
     compute = denoiser.forward
@@ -59,15 +60,18 @@ def split_calls(denoiser: nn.Module, group: Group, patches: Patches) -> None:
     @torch.no_grad()
     def forward(*args: Any, **kwargs: Any) -> Any:
         sample = sample_of(args, kwargs)
-        if len(pair) == group.rank or sample.shape not in known:
+        alone = sample.shape not in known
+        if alone or len(pair) == group.rank:
             made = compute(*args, **kwargs)
-            known[sample.shape] = moved(made, torch.device("meta"))
         else:
             made = replaced(known[sample.shape], lambda like: torch.full_like(like, math.nan, device=sample.device))
         pair.append(made)
         if len(pair) == 2:
-            own, other = pair[group.rank][0], pair[1 - group.rank][0]
-            other.copy_(group.all_gather(own, "", "guidance")[1 - group.rank])
+            if alone:
+                known[sample.shape] = moved(made, torch.device("meta"))
+            else:
+                own, other = pair[group.rank][0], pair[1 - group.rank][0]
+                other.copy_(group.all_gather(own, "", "guidance")[1 - group.rank])
             pair.clear()
         return made
 
