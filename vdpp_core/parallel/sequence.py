@@ -12,12 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.models.patches import Patches
 from vdpp_core.parallel.group import Collectives
+from vdpp_core.parallel.world import LostRankError
 
 if TYPE_CHECKING:
     from vdpp_core.models.stage import Call
@@ -28,7 +30,8 @@ CROSS = "attn2"  # diffusers' name of the attention from the video to the text
 def split(denoiser: Any, group: Collectives, patches: Patches) -> None:
     """Have each rank of `group` compute its share of the tokens: whole latents in, whole prediction out.
 
-    The shares are equal: in a call, a number of tokens that the ranks do not divide raises an AssertionError.
+    The shares are equal: in a call, a number of tokens that the ranks do not divide raises an AssertionError. What is
+    sent is not counted. A lost rank raises a LostRankError.
     """
     from diffusers import ContextParallelConfig, ParallelConfig
     from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
@@ -45,6 +48,17 @@ def split(denoiser: Any, group: Collectives, patches: Patches) -> None:
     plan = _plan(denoiser)
     apply_context_parallel(denoiser, config, plan)
     patches.undoing.append(lambda: remove_context_parallel(denoiser, plan))
+    compute = denoiser.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compute(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo/" in str(error):
+                raise LostRankError("unknown", str(error).splitlines()[0]) from error
+            raise
+
+    patches.forward(denoiser, forward)
 
 
 def _plan(denoiser: Any) -> dict[str, Any]:
