@@ -38,6 +38,15 @@ def load_denoisers(config: RunConfig, device: torch.device, dtype: torch.dtype) 
     return {name: pipelines.load_part(config, name, device, dtype) for name in names}
 
 
+def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Make a run's denoisers without weights, ready for inference: component of the pipeline -> module."""
+    if config.is_svd:
+        return {"unet": ready(config, on_meta(config, dtype))}
+    from vdpp_core.models import pipelines
+
+    return pipelines.denoisers_on_meta(config, dtype)
+
+
 def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
     """Make the UNet without weights, on the meta device."""
     with torch.device("meta"):
