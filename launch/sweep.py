@@ -121,7 +121,7 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
         raise ConfigError("configs", "", "must hold at least one configuration")
     if repeats < 1:
         raise ConfigError("repeats", repeats, "must be at least 1")
-    ready = [config.for_ranks((config.parallel or Parallel()).world_size) for config in configs]
+    ready = [preflight.complete(config, (config.parallel or Parallel()).world_size) for config in configs]
     for config in ready:
         preflight.check(config, config.layout.world_size)
         if config.output_dir is not None:

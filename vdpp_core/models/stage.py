@@ -174,14 +174,15 @@ class Stage:
         self.stopwatch.start()
         return type(self.pipeline).progress_bar(self.pipeline, *args, **kwargs)
 
-    def rehearse(self, sample: int, steps: range, prediction: Any) -> Message:
+    def rehearse(self, sample: int, steps: range, prediction: Any, report: Report = lambda *_: None) -> Message:
         """Do steps without the denoisers, which predict zeros: a message that looks like one of these steps.
 
         Args:
             prediction: what a denoiser returned, for its form.
+            report: as of `denoise`.
         """
         with self._predicting(replaced(prediction, torch.zeros_like)):
-            return self.denoise(sample, steps, None)
+            return self.denoise(sample, steps, None, report)
 
     @contextmanager
     def _predicting(self, prediction: Any) -> Iterator[None]:
