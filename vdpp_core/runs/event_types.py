@@ -75,7 +75,7 @@ class Step(OfSample):
 
 
 class Send(OfSample):
-    """A stage has handed a sample on, in a message of `size` bytes, after waiting for `seconds` until there was room."""
+    """A stage has handed a sample on, a message of `size` bytes, after waiting for `seconds` until there was room."""
 
     kind: Literal["send"]
     seconds: _Number
