@@ -47,9 +47,7 @@ def cost(config: RunConfig, member: int | None = None) -> Cost:
     Raises:
         ConfigError: the video is too large for the meta device.
     """
-    alike = memory.alike(
-        config.replace(num_samples=1, guidance_mode="batched", forward_chunking=False, enable_memory_opt=False)
-    )
+    alike = memory.alike(config.replace(guidance_mode="batched", forward_chunking=False, enable_memory_opt=False))
     with memory.countable(config):
         flops, counted, exchanges = _counted(alike, resolve(config).dtype, member or 0)
     sent = dict(counted)

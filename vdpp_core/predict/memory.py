@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -310,19 +309,16 @@ def countable(config: RunConfig) -> Iterator[None]:
 
 def alike(config: RunConfig) -> RunConfig:
     """A configuration that is equal for all runs that allocate the same on a rank."""
-    fields = ("model", "model_id", "guidance_scale", "min_guidance_scale", "shortcuts")
+    fields = ["model", "model_id", "guidance_scale", "min_guidance_scale", "shortcuts"]
     if not config.is_svd:
         fields += CALL
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
-    layout = config.parallel or Parallel()
-    samples = math.ceil(config.num_samples / (1 if config.fsdp_same_sample else layout.dp))
-    lockstep = Parallel(**layout.lockstep_sizes)
+    lockstep = Parallel(**(config.parallel or Parallel()).lockstep_sizes)
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
         parallel=lockstep,
         random_weights=config.is_svd,
         latent_shape=config.shape,
-        num_samples=samples,
         **mode,
         **kept,
     )
