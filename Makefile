@@ -24,8 +24,8 @@ test-all: $(READY) ## everything, as CI runs it
 	$(UNIT) tests/unit
 	$(RANKS) $(WITH_RANKS)
 
-lab: $(READY) ## open the workbook
-	$(VENV)/jupyter lab --allow-root notebooks
+lab: $(READY) ## open the workbook; JUPYTER_OPTS="--no-browser --port=8890": options of JupyterLab
+	$(VENV)/jupyter lab --allow-root $(JUPYTER_OPTS) notebooks
 
 lint: $(READY) ## ruff (notebooks included) and mypy
 	$(VENV)/ruff check .

@@ -18,6 +18,7 @@ from launch.terminate import end, end_by_name, settle
 from vdpp_core.compare import tables
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import preflight
 from vdpp_core.runs import files, runfolder
@@ -109,7 +110,8 @@ class Sweep:
 def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = None) -> Sweep:
     """Start one run after another, each configuration `repeats` times in alternating order: A B C, C B A, A B C, …
 
-    Every configuration is checked before the first run starts.
+    Every configuration is checked before the first run starts. Where `threads` is not set, the ranks of all runs get as
+    many as the layout with the most ranks leaves each, so that the runs differ in their layout alone.
 
     Args:
         root: the folder that will hold the sweep's folder; by default runs/.
@@ -122,6 +124,8 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
     if repeats < 1:
         raise ConfigError("repeats", repeats, "must be at least 1")
     ready = [preflight.complete(config, (config.parallel or Parallel()).world_size) for config in configs]
+    threads = min(resolve(config, config.layout.world_size).threads for config in ready)
+    ready = [config if config.threads else config.replace(threads=threads) for config in ready]
     for config in ready:
         preflight.check(config, config.layout.world_size)
         if config.output_dir is not None:

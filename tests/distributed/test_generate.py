@@ -77,10 +77,10 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
     told = [event for event in Run(folder).events() if event.kind == "comparing"]  # so no long silence
     everything = itertools.product(range(config.num_samples), steps)
     assert sorted((event.sample, event.step) for event in told) == list(everything)
-    made = Decoder(config, cpu, dtype, lambda: None).frames(ours)
+    made = Decoder(config, cpu, dtype, lambda: None).frames(0, ours)
     assert np.array_equal(made, frames) == (config.shape[0] == 1)
     for video, one in zip(made, ours.split(1), strict=True):  # each as if there were no other
-        assert np.array_equal(Decoder(config, cpu, dtype, lambda: None).frames(one)[0], video)
+        assert np.array_equal(Decoder(config, cpu, dtype, lambda: None).frames(0, one)[0], video)
     assert frames.std() > 1
 
 
@@ -104,7 +104,7 @@ def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, one_thr
             generator=torch.Generator().manual_seed(1),
             output_type="pil",
         ).frames
-        ours = Decoder(config, torch.device("cpu"), torch.float32, lambda: None).frames(latents)
+        ours = Decoder(config, torch.device("cpu"), torch.float32, lambda: None).frames(0, latents)
         assert np.array_equal(ours, [[np.asarray(picture) for picture in video] for video in pictures]), size
         seen.append(ours)
     assert not np.array_equal(seen[0], seen[2])
@@ -191,10 +191,10 @@ def test_latents_that_are_not_finite_end_the_run(save_latents, words, tmp_path, 
 def test_the_videos_before_a_spoilt_one_are_kept(tmp_path, monkeypatch):
     frames = Decoder.frames
 
-    def spoilt(decoder, latents):
+    def spoilt(decoder, sample, latents):
         if (tmp_path / "run" / "videos" / "sample-000.png").exists():
             raise FloatingPointError("no picture")
-        return frames(decoder, latents)
+        return frames(decoder, sample, latents)
 
     monkeypatch.setattr(Decoder, "frames", spoilt)
     small = {"total_steps": 2, "num_frames": 3, "threads": 1, "num_samples": 3}

@@ -75,6 +75,8 @@ def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
     rows = json.loads(done.stdout)
     assert [row["layout"] for row in rows] == ["1 rank", "cfg 2", "pp 2", "dp 2"]
     assert {row["outcome"] for row in rows} == {"ok"}
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/result.json")]
+    assert len({threads for result in results for threads in result["threads_per_rank"]}) == 1
 
 
 @pytest.mark.parametrize(
