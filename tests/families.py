@@ -48,19 +48,20 @@ class Family:
         solvers: Names of the diffusers schedulers that suit it.
     """
 
-    make: Callable[[], Any]
+    make: Callable[..., Any]
     call: dict[str, Any]
     other_call: dict[str, Any]
     solvers: tuple[str, ...]
 
 
-def folder(name: str, solver: str | None = None, root: Path | None = None) -> Path:
+def folder(name: str, solver: str | None = None, root: Path | None = None, **sizes: Any) -> Path:
     """Make the pipeline of a family and save it; a folder that exists already is returned as it is.
 
     Args:
         name: A key of FAMILIES.
         solver: One of the family's solvers; None stands for the first.
         root: Where to save; None stands for a folder that lives as long as this process.
+        sizes: Of the denoiser, as the family's `make` takes them; not in the folder's name.
     """
     family = FAMILIES[name]
     solver = solver or family.solvers[0]
@@ -69,7 +70,7 @@ def folder(name: str, solver: str | None = None, root: Path | None = None) -> Pa
         return path
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(WEIGHTS_SEED)
-        pipeline = family.make()
+        pipeline = family.make(**sizes)
         for part in pipeline.components.values():
             if isinstance(part, torch.nn.Module):
                 _fill_zeros(part)
@@ -179,15 +180,16 @@ def _image_parts() -> dict[str, Any]:
     return {"vae": vae, "text_encoder": _clip(), "tokenizer": _clip_tokenizer(), "scheduler": solver}
 
 
-def _animatediff() -> Any:
+def _animatediff(widths: tuple[int, int] = (8, 8), layers: int = 1) -> Any:
     unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(8, 8), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        block_out_channels=widths, layers_per_block=layers, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=WIDTH, attention_head_dim=2,
         norm_num_groups=2, sample_size=4,
     )  # fmt: skip
     adapter = diffusers.MotionAdapter(
-        block_out_channels=(8, 8), motion_layers_per_block=1, motion_norm_num_groups=2, motion_num_attention_heads=2
-    )
+        block_out_channels=widths, motion_layers_per_block=layers, motion_norm_num_groups=2,
+        motion_num_attention_heads=2,
+    )  # fmt: skip
     return diffusers.AnimateDiffPipeline(**_image_parts(), unet=unet, motion_adapter=adapter)
 
 
@@ -249,7 +251,7 @@ def _ltx() -> Any:
 
 def _wan_transformer(**changes: Any) -> Any:
     sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32, "freq_dim": 32}
-    return diffusers.WanTransformer3DModel(**sizes, text_dim=WIDTH, rope_max_seq_len=32, **changes)
+    return diffusers.WanTransformer3DModel(text_dim=WIDTH, rope_max_seq_len=32, **(sizes | changes))
 
 
 def _wan_parts() -> dict[str, Any]:
@@ -258,8 +260,8 @@ def _wan_parts() -> dict[str, Any]:
     return {"tokenizer": _t5_tokenizer(), "text_encoder": _t5("UMT5"), "vae": vae, "scheduler": solver}
 
 
-def _wan() -> Any:
-    return diffusers.WanPipeline(**_wan_parts(), transformer=_wan_transformer())
+def _wan(**changes: Any) -> Any:
+    return diffusers.WanPipeline(**_wan_parts(), transformer=_wan_transformer(**changes))
 
 
 def _wan_two_experts() -> Any:

@@ -164,7 +164,10 @@ class RunConfig(
 
     @property
     def size_text(self) -> str:
-        """Frames × height × width of the latents as text, with the batch in front where it holds several videos."""
+        """Frames × height × width of the latents as text, with the batch in front where it holds several videos; of
+        other pipelines than Stable Video Diffusion, all sizes as the pipeline holds them."""
+        if not self.is_svd:
+            return by_text(*self.shape)
         batch, _, *size = self.shape
         return by_text(*[batch] * (batch > 1), *size)
 

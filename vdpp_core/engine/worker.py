@@ -330,9 +330,10 @@ class _Rank:
                 self.log.write("take", sample, seconds=waited)
             made = self._run_stage(sample, given, bar)
             if not self.last:
-                waited = self.handoff.pass_on(self.outgoing.pack(made))
+                message = self.outgoing.pack(made)
+                waited = self.handoff.pass_on(message)
                 if sample is not None:
-                    self.log.write("send", sample, seconds=waited)
+                    self.log.write("send", sample, seconds=waited, size=message.nbytes)
             elif sample is not None:
                 sink(sample, made.latents)
         self.handoff.close()

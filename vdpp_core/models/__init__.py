@@ -47,6 +47,15 @@ def skeletons(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     return pipelines.skeletons(config, dtype)
 
 
+def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Make a run's denoisers without weights, ready for inference: component of the pipeline -> module."""
+    if config.is_svd:
+        return {"unet": ready(config, on_meta(config, dtype))}
+    from vdpp_core.models import pipelines
+
+    return pipelines.denoisers_on_meta(config, dtype)
+
+
 def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
     """Make the UNet without weights, on the meta device."""
     with torch.device("meta"):

@@ -94,7 +94,7 @@ class Solver:
         if self.takes_previous:
             setattr(own, _PREVIOUS, made[1])
         self.taken += 1
-        step, following = (at * self.total_steps // len(self.whole) for at in (index, index + 1))
+        step, following = ((at * self.total_steps - 1) // len(self.whole) for at in (index + 1, index + 2))
         if following > step:
             self.step_done(step)
         return made

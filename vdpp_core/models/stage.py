@@ -212,15 +212,16 @@ class Stage:
         self.stopwatch.start()
         return type(self.pipeline).progress_bar(self.pipeline, *args, **kwargs)
 
-    def rehearse(self, sample: int, steps: range, prediction: Any) -> Message:
+    def rehearse(self, sample: int, steps: range, prediction: Any, report: Report = lambda *_: None) -> Message:
         """Do steps without the denoisers, which predict zeros: a message that looks like one of these steps.
 
         Args:
             prediction: what a denoiser returned, for its form.
+            report: as of `denoise`.
         """
         zeros = replaced(prediction, torch.zeros_like)
         with self._predicting(lambda *_, **__: zeros):
-            return self.denoise(sample, steps, None)
+            return self.denoise(sample, steps, None, report)
 
     def loop(self, sample: int) -> Loop:
         """Go through the whole loop of a recorded sample without the denoisers, which predict zeros."""

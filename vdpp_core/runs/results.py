@@ -95,6 +95,7 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         "disturbed": disturbed.reasons(config, events, hardware["cores"]),
         "other_ranks_at_work": disturbed.other_ranks(events),
         **_waits(events, config, work.latents),
+        "handoff_bytes_per_rank": _handoff_bytes(events, layout.world_size),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
         "lockstep_gb_per_step_per_rank": [number / 1e9 for number in sent if number is not None],
@@ -129,6 +130,14 @@ def _waits(events: Sequence[Event], config: RunConfig, samples: Sequence[int]) -
             steady[event.rank] += event.seconds * later
     shares = [wait / work if work else None for wait, work in zip(steady, busy, strict=True)]
     return {"handoff_wait_s_per_rank": total, "steady_handoff_wait_share_per_rank": shares}
+
+
+def _handoff_bytes(events: Sequence[Event], ranks: int) -> list[int | None]:
+    """Bytes of the largest message with which each rank handed a sample on; None where it handed none on."""
+    found: list[int | None] = [None] * ranks
+    for event in kinds.of(events, kinds.Send):
+        found[event.rank] = max(found[event.rank] or 0, event.size or 0) or None
+    return found
 
 
 def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
