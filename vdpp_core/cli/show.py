@@ -70,11 +70,15 @@ def _listed(seconds: Sequence[float], digits: int) -> str:
 
 
 def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
-    if config.command != "generate" or config.image_path is None:
+    if config.rows is not None:
+        source = {"manifest": f"{config.manifest}, {len(config.rows)} rows; videos.csv names the video of each"}
+    elif config.command == "generate" and config.image_path is not None:
+        source = {"image": how_it_fits(config.image_path, config.image_size)}
+    else:
         return {}
-    lines = {
-        "image": how_it_fits(config.image_path, config.image_size),
-        "videos": f"{result['videos_written']} × {config.shape[2]} frames at {config.fps} frames/s, in videos/",
+    frames = config.num_frames or config.shape[2]
+    lines = source | {
+        "videos": f"{result['videos_written']} × {frames} frames at {config.fps} frames/s, in videos/",
         "decoding time of each sample (s)": _listed(result["decode_s"], 2),
     }
     if official := result["official"]:
