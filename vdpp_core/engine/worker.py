@@ -219,7 +219,7 @@ class _Rank:
         """
         config, folder, execution = self.config, self.run.folder, self.execution
         subject = f"origin of {folder.name}"
-        text = agree(self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), subject)
+        text = agree(self.ranks, lambda: origin.begin(folder, config, execution).to_json(), subject)
         record = origin.Origin.model_validate_json(text)
         if self.ranks.local_rank == 0 and self.ranks.rank > 0:
             origin.begin(folder, config, execution, record)

@@ -86,6 +86,10 @@ class Origin(BaseModel):
         facts = json.dumps(self.samples.model_dump(mode="json", exclude_unset=True), sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
 
+    def to_json(self) -> str:
+        """Serialise for origin.json, without fields that were not set, so that the digest stays the same."""
+        return self.model_dump_json(indent=2, exclude_unset=True) + "\n"
+
 
 def of(config: RunConfig, execution: Execution) -> Origin:
     """What this machine would make samples of this configuration from now. Reads the image and the model's files.
@@ -139,7 +143,7 @@ def read(folder: Path) -> Origin | None:
 
 def write(folder: Path, record: Origin) -> None:
     """Write origin.json."""
-    write_atomically(folder / FILE, record.model_dump_json(indent=2, exclude_unset=True) + "\n")
+    write_atomically(folder / FILE, record.to_json())
 
 
 def begin(folder: Path, config: RunConfig, execution: Execution, record: Origin | None = None) -> Origin:
