@@ -116,7 +116,9 @@ def test_decoding(layout: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Until its pixels are brought to the host, which have no values here."""
     decoded: list[torch.Size] = []
 
-    def make(config: RunConfig, folder: Path, share: dict[int, Tensor], device: Any, dtype: Any, log: Any) -> None:
+    def make(
+        config: RunConfig, folder: Path, share: dict[int, Tensor], device: Any, dtype: Any, log: Any, *_: Any
+    ) -> None:
         decoder = Decoder(config, device, dtype, lambda: None)
         for latents in share.values():
             assert latents.device == META
@@ -125,7 +127,7 @@ def test_decoding(layout: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             decoded.append(pixels.shape)
 
     monkeypatch.setattr(videos, "make", make)
-    monkeypatch.setattr(videos, "make_contact_sheet", lambda *_: None)
+    monkeypatch.setattr(videos, "write_overview", lambda *_: None)
     run(RunConfig(command="generate", parallel=layout, save_latents=False, **SMALL), tmp_path / "run")
     assert decoded == [(1, 3, 4, 64, 64)] * 2
 

@@ -78,7 +78,9 @@ def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
     if config.command != "generate":
         return {}
     seen = {}
-    if config.is_svd and config.image_path is not None:
+    if config.rows is not None:
+        seen["manifest"] = f"{config.manifest}, {len(config.rows)} rows; videos.csv names the video of each"
+    elif config.is_svd and config.image_path is not None:
         seen["image"] = how_it_fits(config.image_path, config.image_size)
     frames = config.shape[2] if config.is_svd else config.num_frames
     videos = f"{result['videos_written']} × {frames} frames" if frames else str(result["videos_written"])

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from vdpp_core.config import manifest
 from vdpp_core.config.errors import ConfigError, Frozen
 from vdpp_core.config.layout import Parallel
 
@@ -63,6 +64,10 @@ class Video(Frozen):
     num_samples: int = Field(default=1, ge=1, le=100_000, description="videos to generate; sample m uses seed + m")
     warmup_samples: int = Field(default=0, ge=0, le=1_000, description="samples a replica runs before the clock starts")
     seed: int = Field(default=0, ge=0, le=2**62, description="seed of sample 0")
+    manifest: Path | None = Field(
+        default=None, description="CSV or JSONL file with a row for each video: image, prompt, seed, …"
+    )
+    rows: tuple[dict[str, Any], ...] | None = Field(default=None, min_length=1, description="the manifest's rows")
     latent_shape: tuple[int, ...] | None = Field(default=None, description="B C F H W of the latents")
     num_frames: int | None = Field(default=None, ge=1, le=1_000, description="frames; not with --latent-shape")
     height: int | None = Field(default=None, ge=8, le=16_384, description="pixels, a multiple of 8; or --latent-shape")
@@ -115,12 +120,12 @@ class Conditioning(Frozen):
     def call_values(self) -> dict[str, Any]:
         """Name -> value of the further arguments of the pipeline's call."""
         pairs = [pair.partition("=") for pair in self.call or ()]
-        return {name: _value(text) for name, _, text in pairs}
+        return {name: value_of(text) for name, _, text in pairs}
 
     @field_validator("image", mode="before")
     @classmethod
     def _a_file(cls, image: Any) -> Any:
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(image)):  # a Path has lost a slash; one letter is a drive
+        if manifest.is_address(image):
             raise ConfigError("image", image, "must be a file, not an address: download it first")
         return image
 
@@ -132,7 +137,7 @@ class Conditioning(Frozen):
         return self
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """A number, true, false, null or a list, as JSON; anything else is text."""
     try:
         return json.loads(text)
@@ -205,6 +210,9 @@ class Watching(Frozen):
 class Output(Frozen):
     """What a run leaves."""
 
+    decode: Literal["at-end", "as-ready"] = Field(
+        default="at-end", description="when videos are decoded: after the last sample, or each as soon as it is ready"
+    )
     decode_chunk_size: int = Field(default=4, ge=1, le=1_000, description="frames that the VAE decodes at a time")
     compare_official: bool = Field(
         default=False, description="also generate each video with diffusers' pipeline, and report equality"

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from vdpp_core.config import family, fields
+from vdpp_core.config import family, fields, manifest
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
@@ -47,7 +47,15 @@ class RunConfig(
     @classmethod
     def _command_defaults(cls, data: dict[str, Any]) -> dict[str, Any]:
         defaults = COMMAND_DEFAULTS.get(str(data.get("command", "benchmark")), {})
-        return defaults | {name: value for name, value in data.items() if value is not None}
+        given = defaults | {name: value for name, value in data.items() if value is not None}
+        if "manifest" in given and "rows" not in given:
+            path = Path(str(given["manifest"])).absolute()
+            rows = manifest.read(path)
+            if str(given.get("num_samples", len(rows))) != str(len(rows)):
+                allowed = f"leave it out: the manifest's {len(rows)} rows are the samples"
+                raise ConfigError("num_samples", given["num_samples"], allowed)
+            given |= {"manifest": path, "rows": rows, "num_samples": len(rows)}
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -56,8 +64,13 @@ class RunConfig(
         has_encoders = self.model != "dummy" and not self.random_weights
         if (self.image is not None or self.command == "generate") and not has_encoders:
             raise ConfigError("model", self.model, "has no image encoders (dummy, random weights): use tiny or svd")
-        if self.compare_official and self.command != "generate":
-            raise ConfigError("compare_official", True, f"only with generate, {self.command} makes no videos")
+        makes = f"only with generate, {self.command} makes no videos"
+        for name in ("compare_official", "manifest", "rows", "decode"):
+            value = getattr(self, name)
+            if self.command != "generate" and value != RunConfig.model_fields[name].default:
+                raise ConfigError(name, value, makes)
+        if self.rows is not None and self.num_samples > len(self.rows):
+            raise ConfigError("num_samples", self.num_samples, f"must be at most {len(self.rows)}, a row for each")
         for name in ("forward_chunking", "enable_memory_opt", "shortcuts"):
             if getattr(self, name) and self.model == "dummy":
                 raise ConfigError(name, True, "not with model dummy, which has no layers that this concerns")
@@ -121,7 +134,7 @@ class RunConfig(
 
     def replace(self, **changes: Any) -> RunConfig:
         """Copy the configuration with other values and validate it. `latent_shape` replaces the size in pixels and vice
-        versa.
+        versa; `manifest` replaces rows and number of samples.
 
         Raises:
             ConfigError: as the constructor.
@@ -132,7 +145,36 @@ class RunConfig(
             data.pop("latent_shape", None)
         if "latent_shape" in changes and self.is_svd:
             data = {name: value for name, value in data.items() if name not in in_pixels}
+        if "manifest" in changes:
+            data = {name: value for name, value in data.items() if name not in ("rows", "num_samples")}
         return RunConfig(**(data | changes))
+
+    def __hash__(self) -> int:
+        return hash(tuple(value for name, value in self if name != "rows"))
+
+    def of_sample(self, sample: int) -> RunConfig:
+        """The configuration with the values of a sample's row, its seed among them; the same without a manifest.
+
+        Raises:
+            ConfigError: a value is bad, or the column belongs to no row. `call` stands for further arguments.
+        """
+        if self.rows is None:
+            return self
+        row, own = self.rows[sample], manifest.OF_SVD if self.is_svd else manifest.OF_ANY
+        call = {name: value for name, value in row.items() if name not in own}
+        for name in call:
+            if name in manifest.SHARED:
+                raise ConfigError("call", name, "is the same in all rows of a run: give it as a flag instead")
+            if self.is_svd:
+                raise ConfigError("call", name, f"must be one of {', '.join(own)}")
+        for name, value in call.items():
+            call[name] = fields.value_of(value) if isinstance(value, str) else value
+        values = {"seed": self.seed + sample} | {name: row[name] for name in own if name in row}
+        return self.replace(manifest=None, rows=None, call=(self.call_values | call) or None, **values)
+
+    def seed_of(self, sample: int) -> int:
+        """The seed of a sample."""
+        return self.seed + sample if self.rows is None else self.of_sample(sample).seed
 
     @property
     def pipeline_class(self) -> str:
@@ -185,7 +227,8 @@ class RunConfig(
     @property
     def encodes(self) -> bool:
         """Whether the encoders run. A benchmark without an image or prompt conditions on random numbers."""
-        return not self.random_weights and (self.image_path is not None or self.prompt is not None)
+        given = self.image_path is not None or self.prompt is not None
+        return not self.random_weights and (given or any({"image", "prompt"} & row.keys() for row in self.rows or ()))
 
     def stages(self) -> list[range]:
         """List the steps of each stage."""

@@ -1,15 +1,16 @@
-"""The second phase of `generate`: decode a rank's share of the latents into videos in the run folder."""
+"""What `generate` does beside denoising: decode latents into videos in the run folder."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 from torch import Tensor
@@ -25,6 +26,64 @@ from vdpp_core.runs.files import write_whole
 from vdpp_core.runs.runfolder import video_names
 
 
+class Maker:
+    """Decodes samples and writes their videos, on one rank.
+
+    Args:
+        samples: those that it will be given.
+        recording: what the encoders returned, for pipelines that need it to decode; see `OfficialDecoder`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        samples: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        log: EventLog,
+        recording: Recording | None = None,
+    ) -> None:
+        self.config, self.folder, self.log = config, folder, log
+        self.device, self.dtype = device, dtype
+        self.current = 0
+        given = config, device, dtype, lambda: log.write("chunk", self.current)
+        self.decoder: Decoder | OfficialDecoder | None = (
+            Decoder(*given) if config.is_svd else OfficialDecoder(*given, samples, recording)
+        )
+        self.made: dict[int, tuple[Tensor, Frames]] = {}  # only for the comparison, because frames are large
+
+    def make(self, sample: int, latents: Tensor) -> None:
+        """Decode a sample, latents as the pipeline has them, and write its videos.
+
+        Raises:
+            FloatingPointError: its frames are black or not finite; nothing of it was written.
+        """
+        assert self.decoder is not None, "the comparison comes last"
+        config, self.current = self.config, sample
+        self.log.write("decode", sample)
+        started = time.perf_counter()
+        try:
+            made = self.decoder.frames(sample, latents)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"sample {sample}: {error}") from None
+        image = _as_seen(config.of_sample(sample), made)
+        for name, frames in zip(video_names(config, sample), made, strict=True):
+            media.save_video(self.folder / "videos", name, frames, image, config.fps)
+        self.log.write("video", sample, seconds=time.perf_counter() - started)
+        if config.compare_official:
+            self.made[sample] = latents, made
+
+    def compare(self) -> None:
+        """Free the decoder, and compare all that was made with the official pipeline, if the run says so."""
+        self.decoder = None
+        if self.made:
+            official = Official(self.config, self.device, self.dtype)
+            for sample, made in self.made.items():
+                done = partial(self.log.write, "comparing", sample)
+                self.log.write("official", sample, **official.compare(sample, *made, step_done=done))
+
+
 def make(
     config: RunConfig,
     folder: Path,
@@ -34,46 +93,34 @@ def make(
     log: EventLog,
     recording: Recording | None = None,
 ) -> None:
-    """Decode each sample of `share`, latents as the pipeline has them, and write its videos; compare them if the run
-    says so.
-
-    Raises:
-        FloatingPointError: a sample's frames are black or not finite; nothing of it was written.
-    """
-    current: list[int] = []
-    given = config, device, dtype, lambda: log.write("chunk", current[-1])
-    decoder = Decoder(*given) if config.is_svd else OfficialDecoder(*given, list(share), recording)
-    kept = {}  # only for the comparison, because frames are large
+    """Make the videos of samples, and compare them if the run says so. See `Maker` for the arguments."""
+    maker = Maker(config, folder, list(share), device, dtype, log, recording)
     for sample, latents in share.items():
-        current.append(sample)
-        log.write("decode", sample)
-        started = time.perf_counter()
-        try:
-            made = decoder.frames(sample, latents)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"sample {sample}: {error}") from None
-        for name, frames in zip(video_names(config, sample), made, strict=True):
-            media.save_video(folder / "videos", name, frames, _as_seen(config, made), config.fps)
-        log.write("video", sample, seconds=time.perf_counter() - started)
-        if config.compare_official:
-            kept[sample] = made
-    if config.compare_official:
-        del decoder
-        official = Official(config, device, dtype)
-        for sample, latents in share.items():
-            done = partial(log.write, "comparing", sample)
-            log.write("official", sample, **official.compare(sample, latents, kept[sample], step_done=done))
+        maker.make(sample, latents)
+    maker.compare()
 
 
-def make_contact_sheet(config: RunConfig, folder: Path) -> None:
-    """Write a sheet of the first 32 videos, and the image as the model saw it."""
+def write_overview(config: RunConfig, folder: Path) -> None:
+    """Write a sheet of the first 32 videos, the image as the model saw it, and for a manifest the list of videos."""
     place = folder / "videos"
     names = [name for sample in range(config.num_samples) for name in video_names(config, sample)]
     rows = [Image.open(path) for name in names[: media.SHEET_ROWS] if (path := place / f"{name}.png").exists()]
-    if config.image_path is not None:
+    if config.rows is not None:
+        write_whole(folder / "videos.csv", _table(config).to_csv)
+    elif config.image_path is not None:
         width, height = config.image_size if config.is_svd else rows[0].size
         write_whole(place / "input.png", _resized(config.image_path, (width, height)).save)
     write_whole(place / "contact-sheet.png", media.contact_sheet(rows).save)
+
+
+def _table(config: RunConfig) -> pd.DataFrame:
+    """Which video was made from which row of the manifest."""
+    rows = [
+        {"sample": sample, "video": f"videos/{name}.mp4", "seed": config.seed_of(sample)} | row
+        for sample, row in enumerate((config.rows or ())[: config.num_samples])
+        for name in video_names(config, sample)
+    ]
+    return pd.DataFrame(rows).set_index("sample")
 
 
 def _as_seen(config: RunConfig, made: Frames) -> Image.Image | None:
@@ -87,12 +134,11 @@ def _resized(path: Path, size: tuple[int, int]) -> Image.Image:
 
 
 class Official:
-    """The official pipeline with the run's arguments."""
+    """The official pipeline with each sample's arguments."""
 
     def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.pipeline = (svd.load_official if config.is_svd else pipelines.load_official)(config, device, dtype)
-        self.arguments = pipelines.call_arguments(config)
 
     def generate(self, sample: int, step_done: Callable[[int], None]) -> tuple[Tensor, Frames]:
         """Generate a sample: latents before decoding, and frames (B, F, height, width, 3).
@@ -116,11 +162,11 @@ class Official:
         return last["latents"], to_bytes(np.asarray(frames))
 
     def _call(self, sample: int, **arguments: Any) -> Any:
-        seed = self.config.seed + sample
+        seed, given = self.config.seed_of(sample), pipelines.call_arguments(self.config.of_sample(sample))
         with torch.random.fork_rng():
             torch.manual_seed(seed)  # some pipelines draw without the generator
             generator = torch.Generator().manual_seed(seed)
-            return self.pipeline(**self.arguments, generator=generator, **arguments).frames
+            return self.pipeline(**given, generator=generator, **arguments).frames
 
     def compare(self, sample: int, latents: Tensor, frames: Frames, step_done: Callable[[int], None]) -> dict[str, Any]:
         """Compare a sample's latents and frames with the official ones: equality and largest difference.

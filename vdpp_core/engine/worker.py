@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from vdpp_core.runs.disturbed import Surroundings
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import FullDiskError
 from vdpp_core.runs.run import Run
+
+if TYPE_CHECKING:
+    from vdpp_core.engine import videos
 
 Sink = Callable[[int, Tensor], None]
 
@@ -116,6 +119,7 @@ class _Rank:
         self.phase = "loading"
         self.denoisers = nn.ModuleDict()
         self.finished: dict[int, Tensor] = {}
+        self.maker: videos.Maker | None = None  # of videos, while samples are denoised
         self._write_start()
         if config.model != "dummy":
             from vdpp_core.engine import videos
@@ -160,6 +164,8 @@ class _Rank:
         self.phase = "warming up"
         if self.busy:
             self._warm_up()
+            if self.config.decode == "as-ready" and self.last and self.world.speaks:
+                self._keep_decoder()
         around = self.surroundings.begin()
         self.world.barrier()
         self.log.write("clock", **around)
@@ -219,7 +225,7 @@ class _Rank:
         """
         config, folder, execution = self.config, self.run.folder, self.execution
         subject = f"origin of {folder.name}"
-        text = agree(self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), subject)
+        text = agree(self.ranks, lambda: origin.begin(folder, config, execution).to_json(), subject)
         record = origin.Origin.model_validate_json(text)
         if self.ranks.local_rank == 0 and self.ranks.rank > 0:
             origin.begin(folder, config, execution, record)
@@ -264,16 +270,25 @@ class _Rank:
             if not torch.isfinite(latents).all():
                 raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
             self.run.save_latents(sample, self._turned(latents), self.origin)
-        if self.config.command == "generate":
-            self.finished[sample] = latents
         self.log.write("sample", sample)
+        if self.maker is not None:
+            self.phase = "decoding"
+            self.maker.make(sample, latents)
+            self.phase = "running"
+        elif self.config.command == "generate":
+            self.finished[sample] = latents
 
     def _turned(self, latents: Tensor) -> Tensor:
         """From B C F H W of files to (B, F, C, H, W) of SVD's pipeline, or back. Other pipelines' stay as they are."""
         return latents.transpose(1, 2) if self.config.is_svd else latents
 
+    def _keep_decoder(self) -> None:
+        """Load what decodes samples while others are denoised."""
+        given = self.world.device, self.dtype, self.log, self.stage.recording
+        self.maker = self.videos.Maker(self.config, self.run.folder, self.samples, *given)
+
     def _make_videos(self) -> None:
-        """Free the UNet, distribute the latents over the replica's ranks, and make this rank's share of the videos."""
+        """Free the UNet, and make this rank's share of the videos that are not made yet."""
         recording = None
         if self.busy:
             fsdp.release(self.denoisers)
@@ -282,15 +297,20 @@ class _Rank:
             del self.stage, self.handoff
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.meter.reset()
-        share = self._share_of_latents()
+        as_ready = self.config.decode == "as-ready"
+        if not as_ready:
+            self.meter.reset()
+        share = {} if as_ready else self._share_of_latents()
         for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
             share[sample] = self._turned(self.run.load_latents(sample)).to(self.world.device)
+        if self.maker is not None:
+            self.maker.compare()
+            self.maker = None
         if share:
             self.videos.make(self.config, self.run.folder, share, self.world.device, self.dtype, self.log, recording)
         self.world.barrier()
         if self.world.rank == 0:
-            self.videos.make_contact_sheet(self.config, self.run.folder)
+            self.videos.write_overview(self.config, self.run.folder)
 
     def _share_of_latents(self) -> dict[int, Tensor]:
         """Sample -> latents, (B, F, 4, H, W), of every n-th sample of the replica, n being its number of ranks.

@@ -189,10 +189,12 @@ def check(config: RunConfig) -> None:
     if missing := [name for name in NEEDED if name not in known]:
         allowed = f"cannot be split by steps: the call of {config.pipeline_class} has no {', '.join(missing)}"
         raise ConfigError("model_id", config.source, allowed)
-    for name in config.call_values:
+    for name, value in config.call_values.items():
         if name not in known or name in OURS:
             allowed = f"must be one of {', '.join(sorted(set(known) - {'self', *OURS}))}"
             raise ConfigError("call", name, allowed)
+        if isinstance(known[name].default, int | float) and isinstance(value, str):
+            raise ConfigError("call", name, f"must be a number, true or false, not {in_one_line(value)}")
     for name in ("prompt", "negative_prompt", "image", *SIZES):
         if getattr(config, name) is not None and name not in known:
             raise ConfigError(name, getattr(config, name), f"{config.pipeline_class} takes none")

@@ -116,11 +116,15 @@ class Stage:
 
     Args:
         arguments: sample -> arguments of the pipeline's call, with `num_inference_steps`.
-        seed: sample m draws from a CPU generator seeded with seed + m, so that it is the same on every type of device.
+        seed: sample -> seed of its generator, which is on the CPU, so that it is the same on every type of device.
     """
 
     def __init__(
-        self, official: Official, arguments: Callable[[int], dict[str, Any]], seed: int, stopwatch: Clock
+        self,
+        official: Official,
+        arguments: Callable[[int], dict[str, Any]],
+        seed: Callable[[int], int],
+        stopwatch: Clock,
     ) -> None:
         self.official, self.pipeline = official, official.pipeline
         self.device = self.pipeline._execution_device
@@ -136,9 +140,12 @@ class Stage:
         cls, config: RunConfig, denoisers: dict[str, Any], device: torch.device, dtype: torch.dtype, stopwatch: Clock
     ) -> Stage:
         """A stage of a run, around its denoisers."""
-        arguments = pipelines.call_arguments(config)
         official = pipelines.around(config, denoisers, device, dtype, Player([]))
-        return cls(official, lambda _: arguments, config.seed, stopwatch)
+
+        def arguments(sample: int) -> dict[str, Any]:
+            return pipelines.call_arguments(config.of_sample(sample))
+
+        return cls(official, arguments, config.seed_of, stopwatch)
 
     def encode(self, samples: Sequence[int], answer: Answer) -> Recording:
         """Run all that comes before the first step, for each sample, and record what the encoders answer."""
@@ -190,7 +197,7 @@ class Stage:
         self.solver.show(steps, given.memory if given else {}, step_done)
         on_cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(on_cuda):
-            self.draws = Draws(self.seed + sample, self.device)
+            self.draws = Draws(self.seed(sample), self.device)
             made = self.pipeline(
                 **self.arguments(sample),
                 generator=self.draws.sources["sample"],

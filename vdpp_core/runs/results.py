@@ -145,9 +145,12 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
     videos = sorted(kinds.of(events, kinds.Video), key=lambda event: event.sample)
     compared = kinds.of(events, kinds.Official)
     memory = [done.decode_memory for done in kinds.last_of(events, kinds.Done).values()]
+    zero = clock_starts(events)
+    made_s = [event.t - zero[event.rank] for event in videos if event.rank in zero]
     batches = [event.max_batch_difference for event in compared if event.max_batch_difference is not None]
     return {
         "videos_written": len(videos) * config.shape[0],
+        "time_to_first_video_s": min(made_s, default=None),
         "decode_s": [event.seconds for event in videos],
         "decode_peak_memory_gb_per_rank": [each["allocated_gb"] for each in memory if each],
         "official": {
