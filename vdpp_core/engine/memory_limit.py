@@ -98,7 +98,7 @@ class Device:
             left = psutil.virtual_memory().available
         return max(0, left)
 
-    def explain(self, error: BaseException, denoisers: nn.ModuleDict, phase: str) -> OutOfMemoryError | None:
+    def explain(self, error: BaseException, denoisers: nn.ModuleDict | None, phase: str) -> OutOfMemoryError | None:
         """Turn an error inside `limited` into an OutOfMemoryError, or return None if it is no lack of memory.
 
         This lifts a CPU's limit, because the report needs memory, too.
@@ -116,7 +116,7 @@ class Device:
                 "requested_gb": float(request[1]) * _POWERS[request[2]] / 1e9 if request else None,
                 "free_gb": free / 1e9,
                 "limit_gib": self.limit_gib,
-                "layer": _layer(error.__traceback__, denoisers),
+                "layer": _layer(error.__traceback__, denoisers or nn.ModuleDict()),
                 "phase": phase,
             }
         )

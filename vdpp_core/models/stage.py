@@ -200,7 +200,7 @@ class Stage:
             self.draws = Draws(self.seed(sample), self.device)
             made = self.pipeline(
                 **self.arguments(sample),
-                generator=self.draws.sources["sample"],
+                generator=None if self.device.type == "meta" else self.draws.sources["sample"],
                 output_type=output_type,
                 return_dict=False,
             )

@@ -100,7 +100,7 @@ def _has_pipeline(config: RunConfig) -> bool:
 def call_arguments(config: RunConfig) -> dict[str, Any]:
     """Arguments of `StableVideoDiffusionPipeline` for a run, except generator and output type."""
     if config.image_path is None:
-        image = Image.new("RGB", config.image_size)
+        image = Image.new("RGB", (64, 64))  # the pipeline resizes it; what it shows does not matter
     else:
         image = read_image(config.image_path, config.image_size)
     return {

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vdpp_core.models.stage import Stage
 
 META, HOST = torch.device("meta"), torch.device("cpu")
+CLIP_SIZE = 224  # pixels a side, to which the pipeline brings an image for its encoder
 MOST_REMEMBERED = 20_000  # a step of the published UNet adds some 700
 MOST_CHUNKS = 256  # more chunks hardly raise the peak
 
@@ -253,8 +254,20 @@ def before_step(
         if not config.is_svd:
             _enter_meta(denoiser, arrives)
     stage = Stage.around(config, denoisers, pipeline_device(config), dtype, marks)
+    if config.is_svd:
+        _without_pixels(stage, config)
     stage.use(stage.encode([0], Inventor(0)))
     return stage
+
+
+def _without_pixels(stage: Stage, config: RunConfig) -> None:
+    """Have SVD's pipeline prepare an image on the meta device: the host may not have room for a large one."""
+    width, height = config.image_size
+    given = stage.arguments(0) | {"image": torch.empty(1, 3, height, width, device=META)}
+    stage.arguments = lambda _: given
+    seen = SimpleNamespace(pixel_values=torch.empty(1, 3, CLIP_SIZE, CLIP_SIZE, device=META))
+    stage.official.replace("feature_extractor", lambda **_: seen)
+    stage.pipeline.video_processor.register_to_config(do_normalize=False)  # it would look at the values
 
 
 def _enter_meta(denoiser: nn.Module, arrives: Callable[[Tensor], None]) -> None:
