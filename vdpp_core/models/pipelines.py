@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +38,13 @@ class Official:
 
     Attributes:
         stand_ins: component -> what stands for it.
+        once_encoded: called with the pipeline when the encoders' answers are recorded; the arguments that may differ
+            in its calls from then on.
     """
 
     pipeline: Any
     stand_ins: dict[str, StandIn] = field(default_factory=dict)
+    once_encoded: Callable[[Any], dict[str, Any]] = lambda _: {}
 
     @property
     def denoisers(self) -> dict[str, nn.Module]:
@@ -69,7 +73,7 @@ def around(
         shells = {name: module for name, module in on_meta(config, dtype).items() if name not in DENOISERS}
         pipeline = _load(config, dtype, **denoisers, **shells)
     pipeline.set_progress_bar_config(disable=True)  # the rank shows one
-    official = Official(pipeline)
+    official = Official(pipeline, once_encoded=svd.once_encoded if config.is_svd else lambda _: {})
     for name, shell in shells.items():
         official.stand_ins[name] = StandIn(name, shell, device, dtype, answer)
         official.replace(name, official.stand_ins[name])

@@ -25,10 +25,17 @@ Report = Callable[[int, float], None]  # step, seconds
 
 @dataclass
 class Recording:
-    """What the encoders returned, `outputs`, and sample -> component -> numbers of those it got, in order."""
+    """What the encoders returned, and how far they drew random numbers.
+
+    Attributes:
+        outputs: all that they returned.
+        answers: sample -> component -> numbers of those outputs that it returned, in order.
+        draws: sample -> states of the generators when the pipeline began to draw the noise.
+    """
 
     outputs: list[Any]
     answers: dict[int, dict[str, list[int]]]
+    draws: dict[int, dict[str, Tensor]]
 
 
 class Call(NamedTuple):
@@ -95,18 +102,26 @@ class Draws:
         on_cuda = device.type == "cuda"
         own = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
         self.sources = {"sample": torch.Generator().manual_seed(seed), "torch": own}
+        self.at_noise = self.now()
         self.go_on({})
 
     def go_on(self, states: dict[str, Tensor]) -> None:
         """The loop begins, with these states of the stage before."""
+        self.set(states)
+        self.before, self.given = self.now(), set(states)
+
+    def set(self, states: dict[str, Tensor]) -> None:
+        """Set generators to these states."""
         for name, state in states.items():
             self.sources[name].set_state(state.cpu().clone())  # torch reads it from the start of its memory
-        self.before = {name: source.get_state() for name, source in self.sources.items()}
-        self.given = set(states)
+
+    def now(self) -> dict[str, Tensor]:
+        """The states of all generators."""
+        return {name: source.get_state() for name, source in self.sources.items()}
 
     def states(self) -> dict[str, Tensor]:
         """The states of those that the loop, in this stage or an earlier one, has drawn from."""
-        now = {name: source.get_state() for name, source in self.sources.items()}
+        now = self.now()
         drawn = {name for name in now if not torch.equal(now[name], self.before[name])}
         return {name: now[name] for name in sorted(drawn | self.given)}
 
@@ -130,6 +145,7 @@ class Stage:
         self.device = self.pipeline._execution_device
         self.arguments, self.seed, self.stopwatch = arguments, seed, stopwatch
         self.total_steps = arguments(0)["num_inference_steps"]
+        self.encoding = False
         self.solver = Solver(self.pipeline.scheduler, self.total_steps)
         official.replace("scheduler", self.solver.scheduler)
         official.replace("progress_bar", self._loop_begins)
@@ -152,15 +168,20 @@ class Stage:
         recorder = Recorder(answer)
         self.official.answer(recorder)
         answers: dict[int, dict[str, list[int]]] = {}
+        draws: dict[int, dict[str, Tensor]] = {}
+        self.encoding = True
         for sample in samples:
             recorder.answers = answers[sample] = {}
             self._call(sample, range(0), None)
-        return Recording(recorder.outputs, answers)
+            draws[sample] = self.draws.at_noise
+        self.encoding = False
+        return Recording(recorder.outputs, answers, draws)
 
     def use(self, recording: Recording) -> None:
         """Answer for the encoders with what was recorded, from now on."""
         self.recording, self.player = recording, Player(recording.outputs)
         self.official.answer(self.player)
+        self.known = self.official.once_encoded(self.pipeline)
 
     def denoise(self, sample: int, steps: range, given: Message | None, report: Report = lambda *_: None) -> Message:
         """Do these steps of a recorded sample.
@@ -193,13 +214,13 @@ class Stage:
         output_type: str = "latent",
     ) -> tuple[Any, dict[str, Tensor]]:
         """What the pipeline returns, and the states of the generators that its loop has drawn from."""
-        self.given = given
+        self.given, self.sample = given, sample
         self.solver.show(steps, given.memory if given else {}, step_done)
         on_cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(on_cuda):
             self.draws = Draws(self.seed(sample), self.device)
             made = self.pipeline(
-                **self.arguments(sample),
+                **self.arguments(sample) | ({} if self.encoding else self.known),
                 generator=None if self.device.type == "meta" else self.draws.sources["sample"],
                 output_type=output_type,
                 return_dict=False,
@@ -208,6 +229,10 @@ class Stage:
 
     def _prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's method, which draws the noise; later stages draw it, too, but use what they are given."""
+        if self.encoding:
+            self.draws.at_noise = self.draws.now()
+        else:
+            self.draws.set(self.recording.draws[self.sample])
         made = type(self.pipeline).prepare_latents(self.pipeline, *args, **kwargs)
         if self.given is None:
             return made

@@ -92,6 +92,15 @@ def pipeline(config: RunConfig, **given: Any) -> StableVideoDiffusionPipeline:
     return Pipeline(scheduler=scheduler, feature_extractor=extractor, **given)
 
 
+def once_encoded(pipeline: Any) -> dict[str, Any]:
+    """Have the pipeline prepare a tiny image for encoders that only repeat what they returned for the real one.
+
+    The pipeline would keep the image at full size, and as much noise, on the device through its loop.
+    """
+    pipeline.video_processor.preprocess = lambda *_, **__: torch.zeros(1, 3, 1, 1)
+    return {"image": torch.zeros(1, 3, 8, 8)}
+
+
 def _has_pipeline(config: RunConfig) -> bool:
     """Whether the source has all parts of a pipeline; a UNet and a scheduler are enough without an image."""
     return config.source is not None and config.image_path is not None
