@@ -108,12 +108,15 @@ class Conditioning(Frozen):
     @field_validator("call", mode="before")
     @classmethod
     def _named_values(cls, call: Any) -> Any:
+        allowed = "must be NAME=VALUE, with a name of the pipeline's call"
         if isinstance(call, dict):
             return tuple(f"{name}={json.dumps(value)}" for name, value in call.items())
-        for pair in [] if call is None else call:
+        if not isinstance(call, list | tuple | None):
+            raise ConfigError("call", call, allowed)
+        for pair in call or ():
             name, equals, _ = str(pair).partition("=")
             if not (equals and name.isidentifier()):
-                raise ConfigError("call", pair, "must be NAME=VALUE, with a name of the pipeline's call")
+                raise ConfigError("call", pair, allowed)
         return call
 
     @property
