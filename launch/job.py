@@ -255,7 +255,7 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
         ConfigError: the run is impossible on this machine.
     """
     ranks = nproc if nproc is not None else (config.parallel or Parallel()).world_size
-    config = config.for_ranks(ranks)
+    config = preflight.complete(config, ranks)
     execution = preflight.check(config, local_ranks=ranks)
     for line in [*cores_and_disk.before_start(config, execution), *memory.before_start(config, execution)]:
         warnings.warn(line, stacklevel=3)
@@ -264,7 +264,7 @@ def prepare(config: RunConfig, nproc: int | None = None) -> Path:
 
 def _prepare_node(config: RunConfig, nodes: Nodes) -> Path:
     nodes.check()
-    config = config.for_ranks(nodes.world_size)
+    config = preflight.complete(config, nodes.world_size)
     execution = preflight.check(config, local_ranks=nodes.nproc)
     for line in [*memory.before_start(config, execution), *nodes.crossings(config)]:
         warnings.warn(line, stacklevel=3)

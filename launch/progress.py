@@ -38,7 +38,7 @@ def progress(run: Run) -> dict[str, Any]:
     done, total = sum(rank["steps_done"] for rank in ranks), sum(rank["steps"] for rank in ranks)
     zero = min((clock.t for clock in kinds.of(events, kinds.Clock)), default=None)
     elapsed = 0.0 if zero is None else max(event.t for event in events) - zero
-    seen = {event.kind for event in events}
+    seen = {event.kind for event in events} - ({"decode"} if done < total else set())  # as-ready: between two samples
     stall = look(config, work, events)
     return {
         "phase": next((phase for kind, phase in _PHASES.items() if kind in seen), "starting"),

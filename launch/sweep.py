@@ -123,7 +123,7 @@ def sweep(configs: Sequence[RunConfig], repeats: int = 1, root: Path | None = No
         raise ConfigError("configs", "", "must hold at least one configuration")
     if repeats < 1:
         raise ConfigError("repeats", repeats, "must be at least 1")
-    ready = [config.for_ranks((config.parallel or Parallel()).world_size) for config in configs]
+    ready = [preflight.complete(config, (config.parallel or Parallel()).world_size) for config in configs]
     threads = min(resolve(config, config.layout.world_size).threads for config in ready)
     ready = [config if config.threads else config.replace(threads=threads) for config in ready]
     for config in ready:

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXES
+from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.fields import PIXELS_PER_LATENT
 from vdpp_core.config.layout import Parallel
 
@@ -78,6 +79,10 @@ class Controls:
 
 
 def _size(config: RunConfig) -> dict[str, int]:
+    if not config.is_svd:
+        raise ConfigError(
+            "model_id", config.source, "the panel describes Stable Video Diffusion only: use launch.start"
+        )
     _, _, frames, rows, columns = config.shape
     return dict(zip(SIZES, (frames, rows * PIXELS_PER_LATENT, columns * PIXELS_PER_LATENT), strict=True))
 

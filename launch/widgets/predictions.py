@@ -13,7 +13,7 @@ from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.engine import preflight
 from vdpp_core.parallel import devices
-from vdpp_core.predict import memory, published, rates
+from vdpp_core.predict import memory, messages, published, rates
 from vdpp_core.predict.predictor import Predictor
 from vdpp_core.predict.rates import Rates
 from vdpp_core.runs import machine
@@ -48,6 +48,8 @@ class Predictions:
             "peak memory per rank": f"{room.peak / 1e9:.3g} GB",
             "with allowance": f"{room.needed / 1e9:.3g} of {available / 1e9:.3g} GB available",
         }
+        if config.layout.pp > 1:
+            facts["hand-off"] = f"{messages.largest(config) / 1e6:.3g} MB"
         known = self._rates(config, runs)
         source = "No times yet: no finished run here has this model, device, dtype and number of threads."
         if known is not None:
@@ -73,7 +75,7 @@ class Predictions:
         for folder, _ in sorted(alike, key=lambda found: found[1].shape != config.shape):
             with contextlib.suppress(ConfigError):
                 return rates.from_run(folder)
-        if config.model == "svd" and resolve(config).device_type == "cuda":
+        if config.model == "svd" and config.is_svd and resolve(config).device_type == "cuda":
             return published.rates(published.nearest_row(config))
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
 from vdpp_core.engine import media, worker
 from vdpp_core.engine.videos import Official
 from vdpp_core.models.decoding import Decoder
-from vdpp_core.models.denoising import Denoiser
+from vdpp_core.models.stage import Stage
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.run import Run
 
@@ -76,10 +77,10 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
     told = [event for event in Run(folder).events() if event.kind == "comparing"]  # so no long silence
     everything = itertools.product(range(config.num_samples), steps)
     assert sorted((event.sample, event.step) for event in told) == list(everything)
-    made = Decoder(config, cpu, dtype, lambda: None).frames(ours)
+    made = Decoder(config, cpu, dtype, lambda: None).frames(0, ours)
     assert np.array_equal(made, frames) == (config.shape[0] == 1)
     for video, one in zip(made, ours.split(1), strict=True):  # each as if there were no other
-        assert np.array_equal(Decoder(config, cpu, dtype, lambda: None).frames(one)[0], video)
+        assert np.array_equal(Decoder(config, cpu, dtype, lambda: None).frames(0, one)[0], video)
     assert frames.std() > 1
 
 
@@ -103,7 +104,7 @@ def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, one_thr
             generator=torch.Generator().manual_seed(1),
             output_type="pil",
         ).frames
-        ours = Decoder(config, torch.device("cpu"), torch.float32, lambda: None).frames(latents)
+        ours = Decoder(config, torch.device("cpu"), torch.float32, lambda: None).frames(0, latents)
         assert np.array_equal(ours, [[np.asarray(picture) for picture in video] for video in pictures]), size
         seen.append(ours)
     assert not np.array_equal(seen[0], seen[2])
@@ -171,8 +172,13 @@ def test_no_file_is_written_of_a_video_without_a_picture(value, words, tmp_path,
     ("save_latents", "words"), [(True, "latents are not finite"), (False, "frames are not finite")]
 )
 def test_latents_that_are_not_finite_end_the_run(save_latents, words, tmp_path, monkeypatch):
-    noise = Denoiser.noise
-    monkeypatch.setattr(Denoiser, "noise", lambda *arguments: noise(*arguments) * float("nan"))
+    denoise = Stage.denoise
+
+    def spoilt(*arguments):
+        message = denoise(*arguments)
+        return replace(message, latents=message.latents * float("nan"))
+
+    monkeypatch.setattr(Stage, "denoise", spoilt)
     small = {"total_steps": 2, "num_frames": 3, "threads": 1, "save_latents": save_latents}
     with pytest.raises(FloatingPointError, match=rf"^sample 0: .*{words}"):
         worker.run(RunConfig(command="generate", output_dir=tmp_path / "run", **small))
@@ -185,10 +191,10 @@ def test_latents_that_are_not_finite_end_the_run(save_latents, words, tmp_path, 
 def test_the_videos_before_a_spoilt_one_are_kept(tmp_path, monkeypatch):
     frames = Decoder.frames
 
-    def spoilt(decoder, latents):
+    def spoilt(decoder, sample, latents):
         if (tmp_path / "run" / "videos" / "sample-000.png").exists():
             raise FloatingPointError("no picture")
-        return frames(decoder, latents)
+        return frames(decoder, sample, latents)
 
     monkeypatch.setattr(Decoder, "frames", spoilt)
     small = {"total_steps": 2, "num_frames": 3, "threads": 1, "num_samples": 3}

@@ -79,7 +79,8 @@ def test_out_of_memory_is_a_result(tmp_path):
     """Between the parameters and the peak: the model is loaded, the first step is too much."""
     config = MEDIUM.replace(latent_shape=(1, 4, 4, 32, 32), output_dir=tmp_path / "run")
     expected = memory.predict(config)
-    limit = (expected.parameters + expected.total) / 2 / 2**30
+    activations = expected.total - expected.parameters
+    limit = (expected.parameters + 0.65 * activations) / 2**30  # a large tensor fails; little is freed on its way out
     with pytest.warns(UserWarning, match="will probably run out of memory"):
         job = launch.start(config.replace(memory_limit_gib=limit))
     result = job.wait(60)

@@ -17,12 +17,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vdpp_core import Parallel, RunConfig, models
+from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.fields import EXAMPLE_IMAGE
+from vdpp_core.config.layout import Place
 from vdpp_core.engine import videos, worker
+from vdpp_core.engine.worker import _Rank
 from vdpp_core.models.decoding import Decoder
-from vdpp_core.models.denoising import Denoiser
+from vdpp_core.models.stage import Recording
+from vdpp_core.models.stand_ins import Player, StandIn, replaced
 from vdpp_core.parallel import rendezvous, world
 from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.rendezvous import Ranks
@@ -51,15 +54,17 @@ def on_nobody(config: RunConfig, local_ranks: int = 1) -> Execution:
 
 @pytest.fixture(autouse=True)
 def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    load_scheduler = models.load_scheduler
+    recording = _Rank._recording
 
-    def schedule(config: RunConfig, device: torch.device) -> Any:
-        """diffusers works out the timesteps with numbers that it reads from the device, which has none here."""
-        scheduler = load_scheduler(config, torch.device("cpu"))
-        scheduler.timesteps = scheduler.timesteps.to(device)
-        return scheduler
+    def of_its_own(rank: _Rank) -> Recording:
+        """Each rank encodes for itself, because nobody sends it anything."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rank, "first", True)
+            patch.setattr(Place, "member", 0)
+            patch.setattr(world.World, "share_object", lambda _, made, source: made)
+            return recording(rank)
 
-    monkeypatch.setattr(models, "load_scheduler", schedule)
+    monkeypatch.setattr(_Rank, "_recording", of_its_own)
     monkeypatch.setattr(world, "device_of", lambda *_: META)
     monkeypatch.setattr(worker, "resolve", on_nobody)
     monkeypatch.setattr(rendezvous, "store", lambda _: FakeStore())
@@ -111,7 +116,9 @@ def test_decoding(layout: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Until its pixels are brought to the host, which have no values here."""
     decoded: list[torch.Size] = []
 
-    def make(config: RunConfig, folder: Path, share: dict[int, Tensor], device: Any, dtype: Any, log: Any) -> None:
+    def make(
+        config: RunConfig, folder: Path, share: dict[int, Tensor], device: Any, dtype: Any, log: Any, *_: Any
+    ) -> None:
         decoder = Decoder(config, device, dtype, lambda: None)
         for latents in share.values():
             assert latents.device == META
@@ -120,30 +127,24 @@ def test_decoding(layout: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             decoded.append(pixels.shape)
 
     monkeypatch.setattr(videos, "make", make)
-    monkeypatch.setattr(videos, "make_contact_sheet", lambda *_: None)
+    monkeypatch.setattr(videos, "write_overview", lambda *_: None)
     run(RunConfig(command="generate", parallel=layout, save_latents=False, **SMALL), tmp_path / "run")
     assert decoded == [(1, 3, 4, 64, 64)] * 2
 
 
 def left_on_the_cpu(name: str) -> tuple[Any, str, Any]:
     """Something of a run that forgets to move."""
-    init = Denoiser.__init__
 
-    def forgetful(denoiser: Denoiser, *arguments: Any) -> None:
-        init(denoiser, *arguments)
-        denoiser.guidance_scale = torch.ones(1, denoiser.latent_shape[1], 1, 1, 1)
-
-    def noisy(denoiser: Denoiser, generator: torch.Generator) -> Tensor:
-        return torch.randn(denoiser.latent_shape, generator=generator)
+    def on_the_cpu(player: Player, asked: StandIn, *_: Any) -> Any:
+        return replaced(player.outputs[next(player.answers[asked.name])], lambda tensor: torch.zeros(tensor.shape))
 
     return {
-        "guidance": (Denoiser, "__init__", forgetful),
-        "noise": (Denoiser, "noise", noisy),
+        "encoded": (Player, "__call__", on_the_cpu),
         "hand-off": (Handoff, "connect", lambda handoff: torch.zeros(1, device=handoff.device) + torch.zeros(2)),
     }[name]
 
 
-@pytest.mark.parametrize("name", ["guidance", "noise", "hand-off"])
+@pytest.mark.parametrize("name", ["encoded", "hand-off"])
 def test_what_stays_on_the_cpu_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*left_on_the_cpu(name))
     with pytest.raises((RuntimeError, ValueError), match=r"device|meta"):

@@ -75,7 +75,9 @@ def test_a_sharded_unet() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = merged(Parallel(dp=2, fsdp=True).mesh("cpu"), "dp", "cfg", "frames")
-        unet = fsdp.materialise(fsdp.structure(TINY, mesh, torch.float32), TINY, mesh, CPU, torch.float32)
+        denoisers = fsdp.structure(TINY, mesh, torch.float32)
+        fsdp.materialise(denoisers, TINY, mesh, CPU, torch.float32)
+        unet = denoisers["unet"]
         with torch.no_grad():
             unet(**inputs())
         shards, gathered = (
@@ -84,7 +86,7 @@ def test_a_sharded_unet() -> None:
         )  # the root stays gathered
         assert shards() > 5e6
         assert gathered().nbytes() > 0
-        fsdp.release(unet)
+        fsdp.release(denoisers)
         assert shards() == 0
         assert gathered() is None or gathered().nbytes() == 0
     finally:

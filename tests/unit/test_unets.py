@@ -7,8 +7,9 @@ import torch
 from diffusers import UNetSpatioTemporalConditionModel
 
 from vdpp_core import RunConfig, models
-from vdpp_core.models import load_scheduler
+from vdpp_core.engine.measure import Stopwatch
 from vdpp_core.models.architectures import PUBLISHED_SCHEDULER, PUBLISHED_UNET
+from vdpp_core.models.stage import Stage
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ def test_the_published_configuration_has_the_published_size():
 @pytest.mark.parametrize("config", [RunConfig(model="dummy"), RunConfig(), RunConfig(random_weights=True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_interface(config: RunConfig, dtype: torch.dtype):
-    unet, scheduler = models.load(config, CPU, dtype), models.load_scheduler(config, CPU)
+    unet = models.load(config, CPU, dtype)
     assert {parameter.dtype for parameter in unet.parameters()} == {dtype}
     width = unet.config.cross_attention_dim
     told = {"encoder_hidden_states": torch.zeros(2, 1, width, dtype=dtype)}
@@ -31,13 +32,16 @@ def test_one_interface(config: RunConfig, dtype: torch.dtype):
         (prediction,) = unet(torch.zeros(2, 3, 8, 4, 6, dtype=dtype), torch.tensor(1.6), **told, return_dict=False)
     assert prediction.shape == (2, 3, 4, 4, 6)
     assert prediction.dtype == dtype
-    assert {name: scheduler.config[name] for name in PUBLISHED_SCHEDULER} == PUBLISHED_SCHEDULER
 
 
 def test_the_schedule_starts_at_700_as_the_official_one():
     """The documents found 11.68 with diffusers' defaults, and videos unrelated to the image."""
-    for config in (RunConfig(model="svd", random_weights=True), RunConfig(), RunConfig(model="dummy")):
-        scheduler = load_scheduler(config.replace(total_steps=25), CPU)
+    for model in (RunConfig(model="svd", random_weights=True), RunConfig(), RunConfig(model="dummy")):
+        config = model.replace(total_steps=25)
+        unet = models.on_meta(config, torch.float32)
+        scheduler = Stage.around(config, {"unet": unet}, CPU, torch.float32, Stopwatch(CPU)).solver.scheduler
+        assert {name: scheduler.config[name] for name in PUBLISHED_SCHEDULER} == PUBLISHED_SCHEDULER
+        scheduler.set_timesteps(25)
         assert scheduler.sigmas[0].item() == pytest.approx(700.0)
         assert float(scheduler.init_noise_sigma) == pytest.approx(700.0, rel=1e-3)
 

@@ -30,7 +30,7 @@ COMMANDS = {
 }
 MOST_SHOWN = 500  # characters of a message about a command line
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
-_NOT_FLAGS = ("command", "parallel")
+_NOT_FLAGS = ("command", "parallel", "rows")
 _AS_TYPED = {  # arguments that are not flags
     "folder": "FOLDER",
     "run": "RUN",
@@ -65,7 +65,7 @@ def _flag(name: str, field: FieldInfo) -> Any:
     if bool in parts:
         kind, metavar = bool, None
     elif "tuple" in str(field.annotation):
-        kind, metavar = tuple[str, ...], "N [N ...]"
+        kind, metavar = tuple[str, ...], "NAME=VALUE [...]" if name == "call" else "N [N ...]"
     return Annotated[kind, shown(metavar, field.description or name, ", ".join(default))]
 
 
@@ -212,7 +212,7 @@ def without_layout(flags: dict[str, Any]) -> RunConfig:
     Raises:
         ConfigError: one of them cannot be used.
     """
-    for name in ("image", "output_dir"):
+    for name in ("image", "manifest", "output_dir"):
         if flags.get(name) == "":
             raise ConfigError(name, "", "must be a path")
     return RunConfig(**{name: value for name, value in flags.items() if name in RunConfig.model_fields})

@@ -17,9 +17,11 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
+from vdpp_core.config.family import SVD, pipeline_class
+from vdpp_core.engine import preflight
 from vdpp_core.models import checkpoint
 from vdpp_core.parallel.devices import GIB
-from vdpp_core.predict import accuracy, memory, planner, published, rates, schedule
+from vdpp_core.predict import accuracy, memory, messages, planner, published, rates, schedule
 from vdpp_core.predict.rates import Link, Rates
 from vdpp_core.predict.replay import PARTS
 from vdpp_core.runs import runfolder
@@ -59,6 +61,9 @@ class Memory:
         capacity_gib = number("capacity_gib", self.capacity_gib)
         arguments.quiet()
         facts = memory.report(config, memory.device_gib(config, capacity_gib))
+        handed = messages.of(config)
+        facts |= {"solver": handed.solver, "handoff_latents_bytes": handed.latents}
+        facts["handoff_bytes"] = messages.largest(config)
         if self.run.get("json"):
             print(json.dumps(facts, indent=2))
             return
@@ -72,8 +77,8 @@ class Memory:
 def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
     """The parts of the peak; all in GB."""
     chunked = ", chunked feed-forward" * config.chunked
-    mode = f"{'sequential' if config.sequential else 'batched'} guidance{chunked}"
-    lines = [f"{config.layout}, {_what(config)}, {mode}"]
+    mode = f", {'sequential' if config.sequential else 'batched'} guidance{chunked}" if config.is_svd else ""
+    lines = [f"{config.layout}, {_what(config)}{mode}"]
     lines += [f"  {part:14} {facts[f'{part}_gb']:9.3f} GB" for part in PARTS]
     lines.append(f"  {'peak':14} {facts['peak_gb']:9.3f} GB per rank, in {facts['peak_layer']}")
     if count := facts["communicators"]:
@@ -83,7 +88,17 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
         lines.append(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
     if decoding := facts["decoding_peak_gb"]:
         lines.append(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {decoding:.3f} GB")
+    elif not config.is_svd:
+        lines.append(f"  decoding is not predicted for {config.pipeline_class}")
+    if config.layout.pp > 1 or not config.is_svd:
+        lines.append(f"  {_handoff(facts)}")
     return lines
+
+
+def _handoff(facts: dict[str, Any]) -> str:
+    latents, size = facts["handoff_latents_bytes"], facts["handoff_bytes"]
+    more = f" and {(size - latents) / 1e6:.4g} MB that {facts['solver']} needs" if size > latents else ""
+    return f"a hand-off between stages: {latents / 1e6:.4g} MB of latents{more}"
 
 
 def _what(config: RunConfig) -> str:
@@ -208,11 +223,15 @@ class Plan:
 
 def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
     """What is predicted: on a GPU unless --device says otherwise, with a model whose weights need not be here."""
-    if "image" in flags:
+    is_svd = pipeline_class(flags.get("model_id")) == SVD
+    if "image" in flags and is_svd:
         raise ConfigError("image", flags["image"], "not in a prediction, which is the same for all images")
-    weights = {} if flags.get("model") == "dummy" else {"random_weights": True}
+    weights = {"random_weights": True} if is_svd and flags.get("model") != "dummy" else {}
     given = {name: value for name, value in flags.items() if name != "random_weights"}
     config = arguments.run_config({"device": device, **given, **weights}, ranks, "world_size", ranks > 1)
+    if not is_svd:
+        arguments.quiet()
+        return preflight.complete(config, ranks)
     execution = resolve(config)
     checkpoint.check_guidance(config, execution)
     checkpoint.check_model(config, execution)

@@ -44,7 +44,7 @@ class NewRun(RunCommand):
         wanted, local_ranks = how_many(self.world_size, ranks, alone=1)
         counted_by = "torchrun" if ranks.under_torchrun and self.world_size is None else "world_size"
         counted = ranks.under_torchrun or self.world_size is not None
-        config = arguments.run_config(self.flags, wanted, counted_by, counted)
+        config = preflight.complete(arguments.run_config(self.flags, wanted, counted_by, counted), wanted)
         execution = preflight.check(config, local_ranks)
         if not ranks.under_torchrun:
             runfolder.check_place(config)

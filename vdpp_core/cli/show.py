@@ -50,6 +50,7 @@ def _assignment(config: RunConfig) -> list[str]:
 def _summary(result: dict[str, Any]) -> dict[str, str]:
     rate = result["steady_state_samples_per_s"]
     predicted = (result["predicted"] or {}).get("max_peak_memory_gb", math.nan)
+    handed = result.get("handoff_bytes_per_rank", [])
     return {
         "samples finished": str(result["samples_finished"]),
         "time to first sample (s)": f"{result['first_sample_time_s']:.3f}",
@@ -61,7 +62,11 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "utilisation per rank": ", ".join(f"{share:.0%}" for share in result["utilisation_per_rank"]),
         "peak memory per rank (GB)": ", ".join(f"{peak:.3f}" for peak in result["peak_memory_gb_per_rank"]),
         "predicted peak memory (GB)": "not predicted" if math.isnan(predicted) else f"{predicted:.3f}",
-    }
+    } | ({"hand-off of each rank (MB)": ", ".join(_megabytes(size) for size in handed)} if any(handed) else {})
+
+
+def _megabytes(size: int | None) -> str:
+    return "–" if size is None else f"{size / 1e6:.4g}"
 
 
 def _listed(seconds: Sequence[float], digits: int) -> str:
@@ -70,11 +75,17 @@ def _listed(seconds: Sequence[float], digits: int) -> str:
 
 
 def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
-    if config.command != "generate" or config.image_path is None:
+    if config.command != "generate":
         return {}
-    lines = {
-        "image": how_it_fits(config.image_path, config.image_size),
-        "videos": f"{result['videos_written']} × {config.shape[2]} frames at {config.fps} frames/s, in videos/",
+    seen = {}
+    if config.rows is not None:
+        seen["manifest"] = f"{config.manifest}, {len(config.rows)} rows; videos.csv names the video of each"
+    elif config.is_svd and config.image_path is not None:
+        seen["image"] = how_it_fits(config.image_path, config.image_size)
+    frames = config.shape[2] if config.is_svd else config.num_frames
+    videos = f"{result['videos_written']} × {frames} frames" if frames else str(result["videos_written"])
+    lines = seen | {
+        "videos": f"{videos} at {config.fps} frames/s, in videos/",
         "decoding time of each sample (s)": _listed(result["decode_s"], 2),
     }
     if official := result["official"]:

@@ -16,15 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from diffusers import StableVideoDiffusionPipeline
-from diffusers.utils.torch_utils import randn_tensor
-from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -36,12 +32,11 @@ from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.steps import split
 from vdpp_core.engine import worker
 from vdpp_core.engine.measure import Stopwatch, keep_freed_memory
-from vdpp_core.engine.videos import official_arguments
-from vdpp_core.models import conditioning
-from vdpp_core.models.conditioning import Conditioning
-from vdpp_core.models.denoising import Denoiser
-from vdpp_core.models.images import read_image
-from vdpp_core.models.svd import load_pipeline
+from vdpp_core.models import pipelines
+from vdpp_core.models.message import Message
+from vdpp_core.models.stage import Stage
+from vdpp_core.models.stand_ins import Inventor, Real
+from vdpp_core.models.svd import call_arguments
 from vdpp_core.parallel.rendezvous import Ranks, store
 from vdpp_core.parallel.world import World, communication, device_of, joined
 from vdpp_core.runs import results
@@ -115,23 +110,17 @@ def _ours(run: Run, ranks: Ranks) -> dict[str, Any]:
 
 
 class Peers:
-    """The peers on this rank: one UNet, the official pipeline around it, and the denoiser for GPipe's stages."""
+    """The peers on this rank: one UNet, the official pipeline around it, and the engine's stage for GPipe."""
 
     def __init__(self, config: RunConfig, execution: Execution, device: torch.device) -> None:
         self.config, self.execution, self.device, self.dtype = config, execution, device, execution.dtype
         self.samples = list(range(config.num_samples))
         self.unet = models.load(config, device, self.dtype)
-        draws = conditioning.generators(config, self.samples)
-        scheduler, own_scheduler = (models.load_scheduler(config, device) for _ in range(2))  # each counts its steps
-        if config.image_path is None:
-            conditions = Conditioning.empty(config, self.unet, config.num_samples, device, self.dtype)
-            conditions = conditioning.synthetic(config, conditions, self.samples)
-            self.pipeline: Any = WithoutEncoders.around(self.unet, scheduler, conditions)
-        else:
-            self.pipeline = load_pipeline(config, self.unet, scheduler, device, self.dtype)
-            conditions = conditioning.encode(config, self.pipeline, draws)
-        self.denoiser = Denoiser(config, self.unet, own_scheduler, conditions)
-        self.noise = torch.cat([self.denoiser.noise(generator) for generator in draws])
+        self.stage = Stage.around(config, {"unet": self.unet}, device, self.dtype, Stopwatch(device))
+        encoders = Real(lambda name: pipelines.load_part(config, name, device, self.dtype))
+        answer = encoders if config.encodes else Inventor(config.seed)
+        self.stage.use(self.stage.encode(self.samples, answer))
+        self.official = pipelines.around(config, {"unet": self.unet}, device, self.dtype, self.stage.player)
 
     def run(self, run: Run, variant: Variant, ranks: Ranks) -> dict[str, Any]:
         """One run of a peer, which saves its latents: makespan and, where known, latencies in seconds."""
@@ -183,31 +172,24 @@ class Peers:
             stopwatch.start()
 
         hook = self.unet.register_forward_pre_hook(start)
-        arguments = official_arguments(self.config) | {"num_inference_steps": steps, "output_type": "latent"}
-        latents = self.pipeline(**self._of_sample(sample), **arguments).frames
+        arguments = call_arguments(self.config) | {"num_inference_steps": steps, "output_type": "latent"}
+        self.stage.player.play(self.stage.recording.answers[sample])
+        generator = torch.Generator().manual_seed(self.config.seed + sample)
+        latents = self.official.pipeline(**arguments, generator=generator).frames
         return latents, stopwatch.stop()
-
-    def _of_sample(self, sample: int) -> dict[str, Any]:
-        """The arguments of the official pipeline that differ from sample to sample."""
-        config, generator = self.config, conditioning.generators(self.config, [sample])[0]
-        if config.image_path is not None:
-            return {"image": read_image(config.image_path, config.image_size), "generator": generator}
-        self.pipeline.sample = sample
-        shape = self.denoiser.latent_shape  # passed in, since the pipeline would first draw noise for the image
-        noise = randn_tensor(shape, generator=generator, device=self.device, dtype=self.dtype)
-        return {"image": Image.new("RGB", config.image_size), "latents": noise}
 
     @torch.no_grad()
     def _gpipe(self, world: World) -> Denoised:
         """A micro-batch is one sample. All are returned together at the end, so their latencies are not known."""
         number, batch = len(self.samples), self.config.shape[0]
         steps = split(self.config.total_steps, world.world_size)[world.rank]
-        stage, like = Stage(self.denoiser), self.noise[:batch]
-        pipelined = PipelineStage(stage, world.rank, world.world_size, self.device, input_args=like, output_args=like)
+        noise = torch.cat([self.stage.denoise(sample, range(0), None).latents for sample in self.samples])
+        part, like = Part(self.stage), noise[:batch]
+        pipelined = PipelineStage(part, world.rank, world.world_size, self.device, input_args=like, output_args=like)
         schedule = ScheduleGPipe(pipelined, n_microbatches=number)
-        given = (self.noise,) if world.rank == 0 else ()
+        given = (noise,) if world.rank == 0 else ()
         stopwatch = Stopwatch(self.device)
-        for stage.steps in (steps[:1], steps):  # the first round warms up
+        for part.steps in (steps[:1], steps):  # the first round warms up
             world.barrier()
             stopwatch.start()
             latents = schedule.eval(*given, sample=torch.tensor(self.samples))
@@ -215,43 +197,14 @@ class Peers:
         return {} if latents is None else dict(zip(self.samples, latents.split(batch), strict=True)), [seconds]
 
 
-class Stage(nn.Module):
+class Part(nn.Module):
     """A stage's steps of one sample, for torch's pipelining: the engine's arithmetic in torch's schedule."""
 
-    def __init__(self, denoiser: Denoiser) -> None:
+    def __init__(self, stage: Stage) -> None:
         super().__init__()
-        self.denoiser, self.steps = denoiser, range(0)
+        self.stage, self.steps = stage, range(0)
 
     def forward(self, latents: Tensor, sample: Tensor) -> Tensor:
         """Latents (B, F, C, H, W) of a sample after the stage's steps."""
-        trajectory = self.denoiser.begin(int(sample), self.steps[0])
-        for step in self.steps:
-            latents = trajectory.step(latents, step)
-        return latents
-
-
-class WithoutEncoders(StableVideoDiffusionPipeline):
-    """The official pipeline's loop without encoders, on the engine's synthetic conditioning where there is no image.
-
-    Only the size of its image is used.
-    """
-
-    conditions: Conditioning
-    sample = 0
-
-    @classmethod
-    def around(cls, unet: Any, scheduler: Any, conditions: Conditioning) -> WithoutEncoders:
-        """The pipeline around a UNet and a scheduler, with the conditioning of all samples."""
-        pipeline = cls(vae=None, image_encoder=None, unet=unet, scheduler=scheduler, feature_extractor=None)
-        pipeline.vae = SimpleNamespace(
-            dtype=conditions.dtype, config=SimpleNamespace(force_upcast=False)
-        )  # the pipeline reads both
-        pipeline.conditions = conditions
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    def _encode_image(self, *_: Any) -> Tensor:
-        return self.conditions.image_embeddings
-
-    def _encode_vae_image(self, *_: Any, **__: Any) -> Tensor:
-        return self.conditions.image_latents[self.sample]
+        given = Message(latents) if self.steps.start > 0 else None
+        return self.stage.denoise(int(sample), self.steps, given).latents

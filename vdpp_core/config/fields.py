@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from vdpp_core.config import manifest
 from vdpp_core.config.errors import ConfigError, Frozen
 from vdpp_core.config.layout import Parallel
 
@@ -33,7 +35,7 @@ class Model(Frozen):
         "svd (the published one)",
     )
     model_id: str | None = Field(
-        default=None, min_length=1, description="folder or hub name of any Stable Video Diffusion pipeline"
+        default=None, min_length=1, description="folder or hub name of any diffusers video pipeline"
     )
     random_weights: bool = Field(
         default=False, description="the model's configuration with random weights; svd then needs no download"
@@ -62,6 +64,10 @@ class Video(Frozen):
     num_samples: int = Field(default=1, ge=1, le=100_000, description="videos to generate; sample m uses seed + m")
     warmup_samples: int = Field(default=0, ge=0, le=1_000, description="samples a replica runs before the clock starts")
     seed: int = Field(default=0, ge=0, le=2**62, description="seed of sample 0")
+    manifest: Path | None = Field(
+        default=None, description="CSV or JSONL file with a row for each video: image, prompt, seed, …"
+    )
+    rows: tuple[dict[str, Any], ...] | None = Field(default=None, min_length=1, description="the manifest's rows")
     latent_shape: tuple[int, ...] | None = Field(default=None, description="B C F H W of the latents")
     num_frames: int | None = Field(default=None, ge=1, le=1_000, description="frames; not with --latent-shape")
     height: int | None = Field(default=None, ge=8, le=16_384, description="pixels, a multiple of 8; or --latent-shape")
@@ -75,22 +81,9 @@ class Video(Frozen):
             sizes = [] if isinstance(shape, str) else [int(str(size)) for size in shape]
         except (TypeError, ValueError):
             sizes = []
-        if len(sizes) != 5 or min(sizes) < 1 or max(sizes) > 100_000 or sizes[1] != LATENT_CHANNELS:
+        if not 3 <= len(sizes) <= 5 or min(sizes) < 1 or max(sizes) > 100_000:
             raise ConfigError("latent_shape", shape, allowed)
         return tuple(sizes)
-
-    @field_validator("height", "width")
-    @classmethod
-    def _multiple_of_8(cls, pixels: int | None, info: Any) -> int | None:
-        if pixels is not None and pixels % PIXELS_PER_LATENT:
-            raise ConfigError(info.field_name, pixels, f"must be a multiple of {PIXELS_PER_LATENT}")
-        return pixels
-
-    @model_validator(mode="after")
-    def _one_size(self) -> Self:
-        if self.latent_shape is not None and any((self.num_frames, self.height, self.width)):
-            raise ConfigError("latent_shape", self.latent_shape, "give it or num_frames, height and width, not both")
-        return self
 
 
 class Conditioning(Frozen):
@@ -98,6 +91,11 @@ class Conditioning(Frozen):
 
     image: Path | None = Field(
         default=None, description="image to animate; a benchmark without one conditions on noise"
+    )
+    prompt: str | None = Field(default=None, description="what the video shows, for pipelines that take a text")
+    negative_prompt: str | None = Field(default=None, description="what it shall not show")
+    call: tuple[str, ...] | None = Field(
+        default=None, description="further arguments of the pipeline's call, such as guidance_scale=5.0"
     )
     guidance_scale: float = Field(default=3.0, ge=0, le=1_000, description="guidance of the last frame")
     min_guidance_scale: float = Field(
@@ -107,10 +105,30 @@ class Conditioning(Frozen):
     motion_bucket_id: int = Field(default=127, ge=0, le=255, description="amount of motion")
     noise_aug_strength: float = Field(default=0.02, ge=0, le=100, description="noise added to the conditioning image")
 
+    @field_validator("call", mode="before")
+    @classmethod
+    def _named_values(cls, call: Any) -> Any:
+        allowed = "must be NAME=VALUE, with a name of the pipeline's call"
+        if isinstance(call, dict):
+            return tuple(f"{name}={json.dumps(value)}" for name, value in call.items())
+        if not isinstance(call, list | tuple | None):
+            raise ConfigError("call", call, allowed)
+        for pair in call or ():
+            name, equals, _ = str(pair).partition("=")
+            if not (equals and name.isidentifier()):
+                raise ConfigError("call", pair, allowed)
+        return call
+
+    @property
+    def call_values(self) -> dict[str, Any]:
+        """Name -> value of the further arguments of the pipeline's call."""
+        pairs = [pair.partition("=") for pair in self.call or ()]
+        return {name: value_of(text) for name, _, text in pairs}
+
     @field_validator("image", mode="before")
     @classmethod
     def _a_file(cls, image: Any) -> Any:
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(image)):  # a Path has lost a slash; one letter is a drive
+        if manifest.is_address(image):
             raise ConfigError("image", image, "must be a file, not an address: download it first")
         return image
 
@@ -120,6 +138,14 @@ class Conditioning(Frozen):
             allowed = "must be at most 1 with guidance_scale ≤ 1"
             raise ConfigError("min_guidance_scale", self.min_guidance_scale, allowed)
         return self
+
+
+def value_of(text: str) -> Any:
+    """A number, true, false, null or a list, as JSON; anything else is text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class Execution(Frozen):
@@ -187,6 +213,9 @@ class Watching(Frozen):
 class Output(Frozen):
     """What a run leaves."""
 
+    decode: Literal["at-end", "as-ready"] = Field(
+        default="at-end", description="when videos are decoded: after the last sample, or each as soon as it is ready"
+    )
     decode_chunk_size: int = Field(default=4, ge=1, le=1_000, description="frames that the VAE decodes at a time")
     compare_official: bool = Field(
         default=False, description="also generate each video with diffusers' pipeline, and report equality"

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from vdpp_core.config import fields
+from vdpp_core.config import family, fields, manifest
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
@@ -47,15 +47,30 @@ class RunConfig(
     @classmethod
     def _command_defaults(cls, data: dict[str, Any]) -> dict[str, Any]:
         defaults = COMMAND_DEFAULTS.get(str(data.get("command", "benchmark")), {})
-        return defaults | {name: value for name, value in data.items() if value is not None}
+        given = defaults | {name: value for name, value in data.items() if value is not None}
+        if "manifest" in given and "rows" not in given:
+            path = Path(str(given["manifest"])).absolute()
+            rows = manifest.read(path)
+            if str(given.get("num_samples", len(rows))) != str(len(rows)):
+                allowed = f"leave it out: the manifest's {len(rows)} rows are the samples"
+                raise ConfigError("num_samples", given["num_samples"], allowed)
+            given |= {"manifest": path, "rows": rows, "num_samples": len(rows)}
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        if self.is_svd:
+            self._check_svd()
         has_encoders = self.model != "dummy" and not self.random_weights
         if (self.image is not None or self.command == "generate") and not has_encoders:
             raise ConfigError("model", self.model, "has no image encoders (dummy, random weights): use tiny or svd")
-        if self.compare_official and self.command != "generate":
-            raise ConfigError("compare_official", True, f"only with generate, {self.command} makes no videos")
+        makes = f"only with generate, {self.command} makes no videos"
+        for name in ("compare_official", "manifest", "rows", "decode"):
+            value = getattr(self, name)
+            if self.command != "generate" and value != RunConfig.model_fields[name].default:
+                raise ConfigError(name, value, makes)
+        if self.rows is not None and self.num_samples > len(self.rows):
+            raise ConfigError("num_samples", self.num_samples, f"must be at most {len(self.rows)}, a row for each")
         for name in ("forward_chunking", "enable_memory_opt", "shortcuts"):
             if getattr(self, name) and self.model == "dummy":
                 raise ConfigError(name, True, "not with model dummy, which has no layers that this concerns")
@@ -63,9 +78,34 @@ class RunConfig(
             self._check_layout(self.parallel)
         return self
 
+    def _check_svd(self) -> None:
+        """What holds for Stable Video Diffusion alone."""
+        shape, pixels = self.latent_shape, {name: getattr(self, name) for name in ("height", "width")}
+        for name, size in pixels.items():
+            if size is not None and size % fields.PIXELS_PER_LATENT:
+                raise ConfigError(name, size, f"must be a multiple of {fields.PIXELS_PER_LATENT}")
+        if shape is not None and (len(shape) != 5 or shape[1] != fields.LATENT_CHANNELS):
+            allowed = f"must be five whole numbers B C F H W, each at least 1, with C = {fields.LATENT_CHANNELS}"
+            raise ConfigError("latent_shape", shape, allowed)
+        if shape is not None and any((self.num_frames, *pixels.values())):
+            raise ConfigError("latent_shape", shape, "give it or num_frames, height and width, not both")
+        for name in ("prompt", "negative_prompt", "call"):
+            if value := getattr(self, name):
+                raise ConfigError(name, value, "Stable Video Diffusion takes none; it has flags of its own")
+
     def _check_layout(self, parallel: Parallel) -> None:
         if parallel.pp > self.total_steps:
             raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
+        if self.is_svd:
+            self._check_lockstep(parallel)
+        for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
+            if getattr(self, name) and not parallel.fsdp:
+                raise ConfigError(name, True, "only with fsdp")
+        weights = self.stage_weights
+        if weights is not None and (len(weights) != parallel.pp or min(weights) <= 0):
+            raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
+
+    def _check_lockstep(self, parallel: Parallel) -> None:
         if parallel.cfg > 1 and self.guidance_scale <= 1:
             raise ConfigError(
                 "cfg", 2, "buys nothing without guidance, which has one pass: guidance_scale must be above 1"
@@ -75,12 +115,6 @@ class RunConfig(
         if parallel.frames > 1 and self.model == "dummy":
             allowed = "not with model dummy: only a spatio-temporal UNet splits by frames"
             raise ConfigError("frames", parallel.frames, allowed)
-        for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
-            if getattr(self, name) and not parallel.fsdp:
-                raise ConfigError(name, True, "only with fsdp")
-        weights = self.stage_weights
-        if weights is not None and (len(weights) != parallel.pp or min(weights) <= 0):
-            raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
 
     def for_ranks(self, ranks: int) -> RunConfig:
         """Fix the layout for a number of ranks: the given layout, or else every rank a stage.
@@ -100,7 +134,7 @@ class RunConfig(
 
     def replace(self, **changes: Any) -> RunConfig:
         """Copy the configuration with other values and validate it. `latent_shape` replaces the size in pixels and vice
-        versa.
+        versa; `manifest` replaces rows and number of samples.
 
         Raises:
             ConfigError: as the constructor.
@@ -109,9 +143,48 @@ class RunConfig(
         in_pixels = {"num_frames", "height", "width"}
         if in_pixels & set(changes):
             data.pop("latent_shape", None)
-        if "latent_shape" in changes:
+        if "latent_shape" in changes and self.is_svd:
             data = {name: value for name, value in data.items() if name not in in_pixels}
+        if "manifest" in changes:
+            data = {name: value for name, value in data.items() if name not in ("rows", "num_samples")}
         return RunConfig(**(data | changes))
+
+    def __hash__(self) -> int:
+        return hash(tuple(value for name, value in self if name != "rows"))
+
+    def of_sample(self, sample: int) -> RunConfig:
+        """The configuration with the values of a sample's row, its seed among them; the same without a manifest.
+
+        Raises:
+            ConfigError: a value is bad, or the column belongs to no row. `call` stands for further arguments.
+        """
+        if self.rows is None:
+            return self
+        row, own = self.rows[sample], manifest.OF_SVD if self.is_svd else manifest.OF_ANY
+        call = {name: value for name, value in row.items() if name not in own}
+        for name in call:
+            if name in manifest.SHARED:
+                raise ConfigError("call", name, "is the same in all rows of a run: give it as a flag instead")
+            if self.is_svd:
+                raise ConfigError("call", name, f"must be one of {', '.join(own)}")
+        for name, value in call.items():
+            call[name] = fields.value_of(value) if isinstance(value, str) else value
+        values = {"seed": self.seed + sample} | {name: row[name] for name in own if name in row}
+        return self.replace(manifest=None, rows=None, call=(self.call_values | call) or None, **values)
+
+    def seed_of(self, sample: int) -> int:
+        """The seed of a sample."""
+        return self.seed + sample if self.rows is None else self.of_sample(sample).seed
+
+    @property
+    def pipeline_class(self) -> str:
+        """Name of the diffusers class that runs the model."""
+        return family.pipeline_class(self.model_id)
+
+    @property
+    def is_svd(self) -> bool:
+        """Whether the model is a Stable Video Diffusion."""
+        return self.pipeline_class == family.SVD
 
     @property
     def layout(self) -> Parallel:
@@ -120,11 +193,12 @@ class RunConfig(
         return self.parallel
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """B C F H W of the latents: as given, from the size in pixels, or the model's default."""
+    def shape(self) -> tuple[int, ...]:
+        """B C F H W of the latents: as given, from the size in pixels, or the model's default. Of other pipelines than
+        Stable Video Diffusion: as the pipeline holds them."""
         if self.latent_shape is not None:
-            batch, channels, frames, rows, columns = self.latent_shape
-            return batch, channels, frames, rows, columns
+            return self.latent_shape
+        assert self.is_svd, "`preflight.complete` comes first"
         frames, rows, columns = LATENT_SIZES["svd" if self.model_id else self.model]
         rows = self.height // fields.PIXELS_PER_LATENT if self.height else rows
         columns = self.width // fields.PIXELS_PER_LATENT if self.width else columns
@@ -132,7 +206,10 @@ class RunConfig(
 
     @property
     def size_text(self) -> str:
-        """Frames × height × width of the latents as text, with the batch in front where it holds several videos."""
+        """Frames × height × width of the latents as text, with the batch in front where it holds several videos; of
+        other pipelines than Stable Video Diffusion, all sizes as the pipeline holds them."""
+        if not self.is_svd:
+            return by_text(*self.shape)
         batch, _, *size = self.shape
         return by_text(*[batch] * (batch > 1), *size)
 
@@ -143,8 +220,15 @@ class RunConfig(
 
     @property
     def image_path(self) -> Path | None:
-        """The image to animate; None if the conditioning is synthetic."""
-        return fields.EXAMPLE_IMAGE if self.image is None and self.command == "generate" else self.image
+        """The image to animate; None if there is none."""
+        example = self.image is None and self.command == "generate" and self.is_svd
+        return fields.EXAMPLE_IMAGE if example else self.image
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the encoders run. A benchmark without an image or prompt conditions on random numbers."""
+        given = self.image_path is not None or self.prompt is not None
+        return not self.random_weights and (given or any({"image", "prompt"} & row.keys() for row in self.rows or ()))
 
     def stages(self) -> list[range]:
         """List the steps of each stage."""

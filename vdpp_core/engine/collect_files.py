@@ -49,7 +49,7 @@ def finish(run: Run, ranks: Ranks, log: EventLog, predict_times: results.Predict
         if run.config.command == "generate" and any(files):
             from vdpp_core.engine import videos  # takes seconds, which the other commands need not spend
 
-            videos.make_contact_sheet(run.config, folder)
+            videos.write_overview(run.config, folder)
         result = [results.write(run, "ok", predict_times=predict_times)]
     with communication(0):
         dist.broadcast_object_list(result, src=0, group=group)

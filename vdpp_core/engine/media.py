@@ -16,7 +16,7 @@ GIF_FPS = 50  # at most: browsers slow down frames shorter than 20 ms
 SHEET_FRAMES, SHEET_ROWS, SHEET_GAP = 8, 32, 4
 
 
-def save_video(folder: Path, name: str, frames: Frames, image: Image.Image, fps: int) -> None:
+def save_video(folder: Path, name: str, frames: Frames, image: Image.Image | None, fps: int) -> None:
     """Write `name`.mp4 (H.264), `name`.gif and `name`.png (the image and a row of frames), each atomically.
 
     Raises:
@@ -39,12 +39,14 @@ def _write_mp4(pictures: list[Image.Image], path: Path, fps: int) -> None:
         raise OSError(f"{path.name}: the encoder did not reach its end")
 
 
-def row(frames: Frames, image: Image.Image) -> Image.Image:
-    """Place the image and up to eight frames, evenly spaced up to the last, side by side."""
+def row(frames: Frames, image: Image.Image | None) -> Image.Image:
+    """Place the image, if there is one, and up to eight frames, evenly spaced up to the last, side by side."""
     chosen = np.linspace(0, len(frames) - 1, min(SHEET_FRAMES, len(frames))).round().astype(int)
-    pictures = [image, *(Image.fromarray(frames[index]) for index in chosen)]
-    width = image.width + SHEET_GAP
-    strip = Image.new("RGB", (width * len(pictures), image.height), "white")
+    pictures = [Image.fromarray(frames[index]) for index in chosen]
+    if image is not None:
+        pictures.insert(0, image)
+    width = pictures[0].width + SHEET_GAP
+    strip = Image.new("RGB", (width * len(pictures), pictures[0].height), "white")
     for position, picture in enumerate(pictures):
         strip.paste(picture, (position * width + SHEET_GAP * (position > 0), 0))
     return strip

@@ -98,13 +98,13 @@ class Device:
             left = psutil.virtual_memory().available
         return max(0, left)
 
-    def explain(self, error: BaseException, model: nn.Module | None, phase: str) -> OutOfMemoryError | None:
+    def explain(self, error: BaseException, denoisers: nn.ModuleDict | None, phase: str) -> OutOfMemoryError | None:
         """Turn an error inside `limited` into an OutOfMemoryError, or return None if it is no lack of memory.
 
         This lifts a CPU's limit, because the report needs memory, too.
 
         Args:
-            model: network whose innermost running layer is reported.
+            denoisers: their innermost running layer is reported.
             phase: what the rank was doing, in words.
         """
         lifted = self._lift()
@@ -116,7 +116,7 @@ class Device:
                 "requested_gb": float(request[1]) * _POWERS[request[2]] / 1e9 if request else None,
                 "free_gb": free / 1e9,
                 "limit_gib": self.limit_gib,
-                "layer": _layer(error.__traceback__, model) if model is not None else None,
+                "layer": _layer(error.__traceback__, denoisers or nn.ModuleDict()),
                 "phase": phase,
             }
         )
@@ -128,9 +128,12 @@ def _private_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
-def _layer(trace: TracebackType | None, model: nn.Module) -> str | None:
-    """The name of the innermost layer of `model` that was running."""
-    names = {id(module): name for name, module in model.named_modules() if name}
+def _layer(trace: TracebackType | None, denoisers: nn.ModuleDict) -> str | None:
+    """The name of the innermost layer that was running; with that of its denoiser, if there are several."""
+    names: dict[int, str] = {}
+    for own, denoiser in denoisers.items():
+        prefix = f"{own}." if len(denoisers) > 1 else ""
+        names |= {id(module): f"{prefix}{name}" for name, module in denoiser.named_modules() if name}
     found = None
     while trace is not None:
         found = names.get(id(trace.tb_frame.f_locals.get("self")), found)

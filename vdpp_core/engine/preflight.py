@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
-from vdpp_core.config import RunConfig
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from vdpp_core.config import RunConfig, manifest
+from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.models import checkpoint
-from vdpp_core.models.images import read_image
-from vdpp_core.parallel import devices
+from vdpp_core.models.images import read_image, whole_image
+from vdpp_core.parallel import devices, sequence
+
+
+def complete(config: RunConfig, ranks: int) -> RunConfig:
+    """Fix what a run's configuration leaves open: the layout, and of other pipelines than SVD the latents' shape.
+
+    Raises:
+        ConfigError: the layout needs another number of ranks, or the pipeline refuses the run.
+    """
+    config = config.for_ranks(ranks)
+    if config.is_svd or config.latent_shape is not None:
+        return config
+    _check_samples(config, resolve(config))
+    from vdpp_core.models import pipelines  # takes seconds to import
+
+    rows = config.rows or ({},)
+    firsts = {frozenset(row): number for number, row in reversed([*enumerate(rows)])}  # one of each set of columns
+    for number in sorted(firsts.values()):
+        with _sample(config, number) as sample:
+            stage = pipelines.without_weights(sample, torch.float32)
+            loop = stage.loop(0)
+            passes = loop.passes.calls * loop.passes.stacked
+            if config.layout.cfg > 1 and passes != 2:
+                allowed = f"buys nothing without guidance: {config.pipeline_class} has {passes} pass in a step"
+                raise ConfigError("cfg", 2, f"{allowed} of this run")
+            sequence.check(stage.official.denoisers, loop.calls, config.layout.frames)
+    return config.replace(latent_shape=tuple(loop.latents.shape))
 
 
 def check(config: RunConfig, local_ranks: int) -> Execution:
@@ -22,8 +55,45 @@ def check(config: RunConfig, local_ranks: int) -> Execution:
     devices.check_device(config, execution)
     devices.check_memory_options(config, execution)
     devices.check_dtype(config, execution)
-    checkpoint.check_guidance(config, execution)
-    checkpoint.check_model(config, execution)
-    if config.image_path is not None:
-        read_image(config.image_path, config.image_size)
+    if config.is_svd:
+        checkpoint.check_model(config, execution)
+    if config.is_svd or config.rows is not None:
+        _check_samples(config, execution)
     return execution
+
+
+@contextmanager
+def _sample(config: RunConfig, number: int) -> Iterator[RunConfig]:
+    """A sample's own configuration. Where there is a manifest, errors name the row."""
+    with nullcontext() if config.rows is None else manifest.errors_of_row(config.manifest, number):
+        yield config.of_sample(number)
+
+
+def _check_samples(config: RunConfig, execution: Execution) -> None:
+    """Check what the samples are made from, each by its row where there is a manifest."""
+    rows, known = config.rows or ({},), set[Path | None]()
+    some_have_images = any("image" in row for row in rows)
+    for number in range(len(rows)):
+        with _sample(config, number) as sample:
+            _check_sample(sample, execution, known)
+            if config.is_svd and sample.guidance_passes != config.guidance_passes:
+                allowed = "must be above 1 in all rows or in none, as the run's --guidance-scale is"
+                raise ConfigError("guidance_scale", sample.guidance_scale, allowed)
+            if some_have_images and sample.image is None:
+                raise ConfigError("image", "''", "is missing in this row, while others have one")
+
+
+def _check_sample(config: RunConfig, execution: Execution, known: set[Path | None]) -> None:
+    """Check a sample's arguments and image, unless the image is known to be readable."""
+    if config.is_svd:
+        checkpoint.check_guidance(config, execution)
+    else:
+        from vdpp_core.models import pipelines  # takes seconds to import
+
+        pipelines.check(config)
+    if config.image_path is not None and config.image_path not in known:
+        if config.is_svd:
+            read_image(config.image_path, config.image_size)
+        else:
+            whole_image(config.image_path)
+        known.add(config.image_path)

@@ -1,124 +1,172 @@
-"""The second phase of `generate`: decode a rank's share of the latents into videos in the run folder."""
+"""What `generate` does beside denoising: decode latents into videos in the run folder."""
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 from torch import Tensor
 
 from vdpp_core.config import RunConfig
 from vdpp_core.engine import media
-from vdpp_core.models import images
-from vdpp_core.models.conditioning import generators
-from vdpp_core.models.decoding import Decoder, decode, to_bytes
+from vdpp_core.models import images, pipelines, svd
+from vdpp_core.models.decoding import Decoder, OfficialDecoder, decode, to_bytes
 from vdpp_core.models.images import Frames
-from vdpp_core.models.svd import load_official
+from vdpp_core.models.stage import Recording
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import write_whole
 from vdpp_core.runs.runfolder import video_names
 
 
-def make(
-    config: RunConfig, folder: Path, share: dict[int, Tensor], device: torch.device, dtype: torch.dtype, log: EventLog
-) -> None:
-    """Decode each sample of `share`, latents (B, F, 4, H, W), and write its videos; compare them if the run says so.
+class Maker:
+    """Decodes samples and writes their videos, on one rank.
 
-    Raises:
-        FloatingPointError: a sample's frames are black or not finite; nothing of it was written.
+    Args:
+        samples: those that it will be given.
+        recording: what the encoders returned, for pipelines that need it to decode; see `OfficialDecoder`.
     """
-    image = _as_seen(config)
-    current: list[int] = []
-    decoder = Decoder(config, device, dtype, chunk_done=lambda: log.write("chunk", current[-1]))
-    kept = {}  # only for the comparison, because frames are large
-    for sample, latents in share.items():
-        current.append(sample)
-        log.write("decode", sample)
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        samples: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        log: EventLog,
+        recording: Recording | None = None,
+    ) -> None:
+        self.config, self.folder, self.log = config, folder, log
+        self.device, self.dtype = device, dtype
+        self.current = 0
+        given = config, device, dtype, lambda: log.write("chunk", self.current)
+        self.decoder: Decoder | OfficialDecoder | None = (
+            Decoder(*given) if config.is_svd else OfficialDecoder(*given, samples, recording)
+        )
+        self.made: dict[int, tuple[Tensor, Frames]] = {}  # only for the comparison, because frames are large
+
+    def make(self, sample: int, latents: Tensor) -> None:
+        """Decode a sample, latents as the pipeline has them, and write its videos.
+
+        Raises:
+            FloatingPointError: its frames are black or not finite; nothing of it was written.
+        """
+        assert self.decoder is not None, "the comparison comes last"
+        config, self.current = self.config, sample
+        self.log.write("decode", sample)
         started = time.perf_counter()
         try:
-            made = decoder.frames(latents)
+            made = self.decoder.frames(sample, latents)
         except FloatingPointError as error:
             raise FloatingPointError(f"sample {sample}: {error}") from None
+        image = _as_seen(config.of_sample(sample), made)
         for name, frames in zip(video_names(config, sample), made, strict=True):
-            media.save_video(folder / "videos", name, frames, image, config.fps)
-        log.write("video", sample, seconds=time.perf_counter() - started)
+            media.save_video(self.folder / "videos", name, frames, image, config.fps)
+        self.log.write("video", sample, seconds=time.perf_counter() - started)
         if config.compare_official:
-            kept[sample] = made
-    if config.compare_official:
-        del decoder
-        official = Official(config, device, dtype)
-        for sample, latents in share.items():
-            done = partial(log.write, "comparing", sample)
-            log.write("official", sample, **official.compare(sample, latents, kept[sample], step_done=done))
+            self.made[sample] = latents, made
+
+    def compare(self) -> None:
+        """Free the decoder, and compare all that was made with the official pipeline, if the run says so."""
+        self.decoder = None
+        if self.made:
+            official = Official(self.config, self.device, self.dtype)
+            for sample, made in self.made.items():
+                done = partial(self.log.write, "comparing", sample)
+                self.log.write("official", sample, **official.compare(sample, *made, step_done=done))
 
 
-def make_contact_sheet(config: RunConfig, folder: Path) -> None:
-    """Write a sheet of the first 32 videos, and the image as the model saw it."""
+def make(
+    config: RunConfig,
+    folder: Path,
+    share: dict[int, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    log: EventLog,
+    recording: Recording | None = None,
+) -> None:
+    """Make the videos of samples, and compare them if the run says so. See `Maker` for the arguments."""
+    maker = Maker(config, folder, list(share), device, dtype, log, recording)
+    for sample, latents in share.items():
+        maker.make(sample, latents)
+    maker.compare()
+
+
+def write_overview(config: RunConfig, folder: Path) -> None:
+    """Write a sheet of the first 32 videos, the image as the model saw it, and for a manifest the list of videos."""
     place = folder / "videos"
-    write_whole(place / "input.png", _as_seen(config).save)
     names = [name for sample in range(config.num_samples) for name in video_names(config, sample)]
     rows = [Image.open(path) for name in names[: media.SHEET_ROWS] if (path := place / f"{name}.png").exists()]
+    if config.rows is not None:
+        write_whole(folder / "videos.csv", _table(config).to_csv)
+    elif config.image_path is not None:
+        width, height = config.image_size if config.is_svd else rows[0].size
+        write_whole(place / "input.png", _resized(config.image_path, (width, height)).save)
     write_whole(place / "contact-sheet.png", media.contact_sheet(rows).save)
 
 
-def _as_seen(config: RunConfig) -> Image.Image:
+def _table(config: RunConfig) -> pd.DataFrame:
+    """Which video was made from which row of the manifest."""
+    rows = [
+        {"sample": sample, "video": f"videos/{name}.mp4", "seed": config.seed_of(sample)} | row
+        for sample, row in enumerate((config.rows or ())[: config.num_samples])
+        for name in video_names(config, sample)
+    ]
+    return pd.DataFrame(rows).set_index("sample")
+
+
+def _as_seen(config: RunConfig, made: Frames) -> Image.Image | None:
     """The image, cropped and at the size of the videos."""
-    assert config.image_path is not None
-    return images.read_image(config.image_path, config.image_size).resize(config.image_size, Image.Resampling.LANCZOS)
+    *_, height, width, _ = made.shape
+    return None if config.image_path is None else _resized(config.image_path, (width, height))
 
 
-def official_arguments(config: RunConfig) -> dict[str, Any]:
-    """Arguments of `StableVideoDiffusionPipeline` for a run, except image, generator and output type."""
-    return {
-        "height": config.image_size[1],
-        "width": config.image_size[0],
-        "num_frames": config.shape[2],
-        "num_inference_steps": config.total_steps,
-        "min_guidance_scale": config.min_guidance_scale,
-        "max_guidance_scale": config.guidance_scale,
-        "fps": config.fps,
-        "motion_bucket_id": config.motion_bucket_id,
-        "noise_aug_strength": config.noise_aug_strength,
-        "decode_chunk_size": config.decode_chunk_size,
-        "num_videos_per_prompt": config.shape[0],
-    }
+def _resized(path: Path, size: tuple[int, int]) -> Image.Image:
+    return images.read_image(path, size).resize(size, Image.Resampling.LANCZOS)
 
 
 class Official:
-    """`StableVideoDiffusionPipeline` with the run's arguments."""
+    """The official pipeline with each sample's arguments."""
 
     def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
-        assert config.image_path is not None
-        self.config, self.pipeline = config, load_official(config, device, dtype)
-        self.image = images.read_image(config.image_path, config.image_size)
+        self.config = config
+        self.pipeline = (svd.load_official if config.is_svd else pipelines.load_official)(config, device, dtype)
 
     def generate(self, sample: int, step_done: Callable[[int], None]) -> tuple[Tensor, Frames]:
-        """Generate a sample: latents (B, F, 4, H, W) before decoding, and frames (B, F, height, width, 3).
+        """Generate a sample: latents before decoding, and frames (B, F, height, width, 3).
+
+        A pipeline that shows its latents to nobody is called twice.
 
         Args:
-            step_done: called after each step with its number, from 0.
+            step_done: called after each step with its number, from 0, where the pipeline says so.
         """
-        config, last = self.config, {}
+        last: dict[str, Tensor] = {}
 
         def keep(_pipeline: Any, step: int, _timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             step_done(step)
             last.update(tensors)
             return tensors
 
-        frames = self.pipeline(
-            self.image,
-            **official_arguments(config),
-            generator=generators(config, [sample])[0],
-            output_type="np",
-            callback_on_step_end=keep,
-        ).frames
-        return last["latents"], to_bytes(frames)
+        if "callback_on_step_end" in inspect.signature(self.pipeline.__call__).parameters:
+            frames = self._call(sample, output_type="np", callback_on_step_end=keep)
+        else:
+            frames, last["latents"] = (self._call(sample, output_type=kind) for kind in ("np", "latent"))
+        return last["latents"], to_bytes(np.asarray(frames))
+
+    def _call(self, sample: int, **arguments: Any) -> Any:
+        seed, given = self.config.seed_of(sample), pipelines.call_arguments(self.config.of_sample(sample))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)  # some pipelines draw without the generator
+            generator = torch.Generator().manual_seed(seed)
+            return self.pipeline(**given, generator=generator, **arguments).frames
 
     def compare(self, sample: int, latents: Tensor, frames: Frames, step_done: Callable[[int], None]) -> dict[str, Any]:
         """Compare a sample's latents and frames with the official ones: equality and largest difference.
@@ -128,7 +176,7 @@ class Official:
         """
         official_latents, together = self.generate(sample, step_done)
         official_frames, facts = together, {}
-        if len(together) > 1:
+        if len(together) > 1 and self.config.is_svd:
             official_frames = self._one_by_one(official_latents)
             facts = {"max_batch_difference": _grey_levels(official_frames, together)}
         return facts | {

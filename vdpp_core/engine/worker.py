@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,10 @@ from vdpp_core.engine import collect_files, preflight
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
 from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
-from vdpp_core.models import conditioning
-from vdpp_core.models.conditioning import Conditioning
-from vdpp_core.models.denoising import Denoiser
-from vdpp_core.parallel import fsdp
+from vdpp_core.models import pipelines, stand_ins
+from vdpp_core.models.message import Message, Packing
+from vdpp_core.models.stage import Passes, Recording, Stage
+from vdpp_core.parallel import fsdp, guidance
 from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.parallelize import parallelize, sent
 from vdpp_core.parallel.rendezvous import Ranks, agree
@@ -36,7 +36,9 @@ from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import FullDiskError
 from vdpp_core.runs.run import Run
 
-Source = Callable[[int], Tensor]
+if TYPE_CHECKING:
+    from vdpp_core.engine import videos
+
 Sink = Callable[[int, Tensor], None]
 
 
@@ -49,7 +51,7 @@ def run(config: RunConfig, predict_times: results.PredictTimes | None = None) ->
     Raises:
         ConfigError: this machine cannot do the run; raised before anything is loaded.
     """
-    config = config.for_ranks(1)
+    config = preflight.complete(config, 1)
     preflight.check(config, local_ranks=1)
     folder = runfolder.create(config)
     try:
@@ -115,8 +117,9 @@ class _Rank:
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.stopwatch, self.meter = Stopwatch(world.device), MemoryMeter(world.device)
         self.phase = "loading"
-        self.unet: nn.Module | None = None
+        self.denoisers = nn.ModuleDict()
         self.finished: dict[int, Tensor] = {}
+        self.maker: videos.Maker | None = None  # of videos, while samples are denoised
         self._write_start()
         if config.model != "dummy":
             from vdpp_core.engine import videos
@@ -147,7 +150,7 @@ class _Rank:
             try:
                 self._work()
             except (RuntimeError, MemoryError, OSError) as error:
-                if full := device.explain(error, self.unet, self.phase):
+                if full := device.explain(error, self.denoisers, self.phase):
                     raise full from error
                 raise
 
@@ -161,12 +164,14 @@ class _Rank:
         self.phase = "warming up"
         if self.busy:
             self._warm_up()
+            if self.config.decode == "as-ready" and self.last and self.world.speaks:
+                self._keep_decoder()
         around = self.surroundings.begin()
         self.world.barrier()
         self.log.write("clock", **around)
         self.phase = "running"
         if self.busy:
-            self._denoise([*self.samples, *[None] * self.padding], self._noise, self._finish)
+            self._denoise([*self.samples, *[None] * self.padding], self._finish)
         facts: dict[str, Any] = {"memory": self.meter.peak(), **self.surroundings.so_far()}
         if self.config.command == "generate":
             self.phase = "decoding"
@@ -178,43 +183,40 @@ class _Rank:
         """Load the UNet and make the conditioning; the encoders are freed when this returns."""
         config, world = self.config, self.world
         if world.shards is None:
-            self.unet = models.load(config, world.device, self.dtype)
+            self.denoisers = nn.ModuleDict(models.load_denoisers(config, world.device, self.dtype))
         else:
-            unet = fsdp.structure(config, world.shards, self.dtype)
+            self.denoisers = fsdp.structure(config, world.shards, self.dtype)
             self.meter.set_baseline()  # some 15 MB of Python objects of FSDP are no memory of the model
-            self.unet = fsdp.materialise(unet, config, world.shards, world.device, self.dtype)
-        if config.layout.lockstep > 1:
-            parallelize(self.unet, world.mesh)
-        unet, scheduler = self.unet, models.load_scheduler(config, world.device)
-        self.denoiser = Denoiser(config, unet, scheduler, self._conditioning(unet, scheduler))
-        self.handoff = Handoff(world, self.denoiser.latent_shape, self.dtype)
-        self.handoff.connect()
+            fsdp.materialise(self.denoisers, config, world.shards, world.device, self.dtype)
+        self.stage = Stage.around(config, dict(self.denoisers), world.device, self.dtype, self.stopwatch)
+        self.stage.use(self._recording())
+        self._split_steps()
         self.log.write("loaded")
 
-    def _conditioning(self, unet: Any, scheduler: Any) -> Conditioning:
-        """Make the conditioning on the replica's first rank and send it to the others.
+    def _split_steps(self) -> None:
+        """Split the denoisers' forward passes over the lockstep group, and the guidance as the pipeline does it."""
+        config, passes = self.config, Passes(1, 1)
+        if config.layout.cfg > 1 or config.sequential:
+            passes = self.stage.loop(next(iter(self.stage.recording.answers))).passes
+        for denoiser in self.denoisers.values():
+            if config.layout.lockstep > 1:
+                parallelize(denoiser, self.world.mesh, calls_per_step=passes.calls)
+            if config.sequential and passes.stacked == 2:
+                guidance.one_after_the_other(denoiser)
 
-        All ranks of the first stage draw from the samples' generators alike, since they also draw the noise.
-        """
-        config, world = self.config, self.world
-        made = Conditioning.empty(config, unet, max(1, len(self.samples)), world.device, self.dtype)
-        synthetic = config.image_path is None or not self.samples
-        if self.first:
-            self.draws = conditioning.generators(config, self.samples)
+    def _recording(self) -> Recording:
+        """Encode the replica's samples on its first rank, and send what the encoders returned to the others."""
+        world, recording = self.world, None
         if self.first and world.speaks:
-            if synthetic:
-                made = conditioning.synthetic(config, made, self.samples)
-            else:
-                from vdpp_core.models.svd import load_pipeline
+            recording = self.stage.encode(self.samples or [0], self._answer())
+        return world.share_object(recording, source=0)
 
-                pipeline = load_pipeline(config, unet, scheduler, world.device, self.dtype)
-                made = conditioning.encode(config, pipeline, self.draws)
-        elif self.first and not synthetic:
-            for generator in self.draws:
-                conditioning.augmentation(config, generator)
-        for tensor in made.tensors():
-            world.share(tensor, source=0)
-        return made
+    def _answer(self) -> stand_ins.Answer:
+        """The encoders themselves, loaded when they are asked; where nothing is encoded, what they might return."""
+        config = self.config
+        if not (config.encodes and self.samples):
+            return stand_ins.Inventor(config.seed)
+        return stand_ins.Real(lambda name: pipelines.load_part(config, name, self.world.device, self.dtype))
 
     def _origin(self) -> str:
         """The digest of rank 0's origin record, after each other machine has compared its own with it.
@@ -223,7 +225,7 @@ class _Rank:
         """
         config, folder, execution = self.config, self.run.folder, self.execution
         subject = f"origin of {folder.name}"
-        text = agree(self.ranks, lambda: origin.begin(folder, config, execution).model_dump_json(), subject)
+        text = agree(self.ranks, lambda: origin.begin(folder, config, execution).to_json(), subject)
         record = origin.Origin.model_validate_json(text)
         if self.ranks.local_rank == 0 and self.ranks.rank > 0:
             origin.begin(folder, config, execution, record)
@@ -231,18 +233,35 @@ class _Rank:
 
     def _warm_up(self) -> None:
         """Run one of its own steps twice (the first one sets up), on all ranks at once; then the warm-up samples."""
-        latents = self.denoiser.noise(torch.Generator().manual_seed(self.config.seed))
-        for _ in range(2):
-            before = sum(sent(self.unet).values())
-            self.stopwatch.start()
-            self.denoiser.begin(0, self.steps[0]).step(latents, self.steps[0])
-            seconds = self.stopwatch.stop()
-        self.log.write("warm", seconds=seconds, sent_bytes=sum(sent(self.unet).values()) - before)
-        warm_ups = range(-self.config.warmup_samples, 0)
-        self._denoise(warm_ups, lambda _: latents.clone(), lambda *_: None)
+        sample = next(iter(self.stage.recording.answers))
+        seconds: list[float] = []
+        predictions: list[Any] = []
 
-    def _noise(self, sample: int) -> Tensor:
-        return self.denoiser.noise(self.draws[self.samples.index(sample)])
+        def once(given: Message) -> None:
+            self.stage.denoise(sample, self.steps[:1], given, lambda _, step_s: seconds.append(step_s))
+
+        with self.stage.seeing(predictions):
+            once(self.stage.denoise(sample, range(0), None))
+        given = self._agree_on_messages(sample, predictions[0])
+        before = self._sent()
+        once(given)
+        self.log.write("warm", seconds=seconds[-1], sent_bytes=self._sent() - before)
+        self._denoise(range(-self.config.warmup_samples, 0), lambda *_: None)
+
+    def _sent(self) -> int:
+        return sum(sum(sent(denoiser).values()) for denoiser in self.denoisers.values())
+
+    def _agree_on_messages(self, sample: int, prediction: Any) -> Message:
+        """Learn from a rehearsal what the stages before and after hand on; what this one would be given."""
+        stage, solver = self.stage, self.stage.solver.name
+        given = stage.rehearse(sample, range(self.steps.start), prediction)
+        self.incoming = Packing(given, solver)
+        if not self.last:
+            self.outgoing = Packing(stage.rehearse(sample, range(self.steps.stop), prediction), solver)
+        self.made = stage.rehearse(sample, range(self.config.total_steps), prediction).latents.to("meta")
+        self.handoff = Handoff(self.world, self.incoming.size)
+        self.handoff.connect()
+        return given
 
     def _finish(self, sample: int, latents: Tensor) -> None:
         if not self.world.speaks:
@@ -250,49 +269,68 @@ class _Rank:
         if self.config.save_latents:
             if not torch.isfinite(latents).all():
                 raise FloatingPointError(f"sample {sample}: latents are not finite; try fp32 or bf16, or less guidance")
-            self.run.save_latents(sample, latents.transpose(1, 2), self.origin)
-        if self.config.command == "generate":
-            self.finished[sample] = latents
+            self.run.save_latents(sample, self._turned(latents), self.origin)
         self.log.write("sample", sample)
+        if self.maker is not None:
+            self.phase = "decoding"
+            self.maker.make(sample, latents)
+            self.phase = "running"
+        elif self.config.command == "generate":
+            self.finished[sample] = latents
+
+    def _turned(self, latents: Tensor) -> Tensor:
+        """From B C F H W of files to (B, F, C, H, W) of SVD's pipeline, or back. Other pipelines' stay as they are."""
+        return latents.transpose(1, 2) if self.config.is_svd else latents
+
+    def _keep_decoder(self) -> None:
+        """Load what decodes samples while others are denoised."""
+        given = self.world.device, self.dtype, self.log, self.stage.recording
+        self.maker = self.videos.Maker(self.config, self.run.folder, self.samples, *given)
 
     def _make_videos(self) -> None:
-        """Free the UNet, distribute the latents over the replica's ranks, and make this rank's share of the videos."""
-        if self.unet is not None:
-            fsdp.release(self.unet)
-            self.unet = None
-            del self.denoiser, self.handoff
+        """Free the UNet, and make this rank's share of the videos that are not made yet."""
+        recording = None
+        if self.busy:
+            fsdp.release(self.denoisers)
+            self.denoisers = nn.ModuleDict()
+            recording = self.stage.recording
+            del self.stage, self.handoff
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.meter.reset()
-        share = self._share_of_latents()
+        as_ready = self.config.decode == "as-ready"
+        if not as_ready:
+            self.meter.reset()
+        share = {} if as_ready else self._share_of_latents()
         for sample in self.todo.videos[self.world.rank :: self.world.world_size]:
-            share[sample] = self.run.load_latents(sample).transpose(1, 2).to(self.world.device)
+            share[sample] = self._turned(self.run.load_latents(sample)).to(self.world.device)
+        if self.maker is not None:
+            self.maker.compare()
+            self.maker = None
         if share:
-            self.videos.make(self.config, self.run.folder, share, self.world.device, self.dtype, self.log)
+            self.videos.make(self.config, self.run.folder, share, self.world.device, self.dtype, self.log, recording)
         self.world.barrier()
         if self.world.rank == 0:
-            self.videos.make_contact_sheet(self.config, self.run.folder)
+            self.videos.write_overview(self.config, self.run.folder)
 
     def _share_of_latents(self) -> dict[int, Tensor]:
         """Sample -> latents, (B, F, 4, H, W), of every n-th sample of the replica, n being its number of ranks.
 
         They come from member 0 of the replica's last stage, the only rank that kept them.
         """
-        batch, channels, frames, rows, columns = self.config.shape
-        shape, team, layout = (batch, frames, channels, rows, columns), self.world.team, self.config.layout
+        team, layout = self.world.team, self.config.layout
         ranks, source = dist.get_world_size(team), layout.rank(0, layout.pp - 1)
         share = {}
         for position, sample in enumerate(self.samples):
             latents = self.finished.pop(sample, None)
             if latents is None:
-                latents = torch.empty(shape, device=self.world.device, dtype=self.dtype)
+                latents = torch.empty_like(self.made, device=self.world.device)
             latents = latents.contiguous()
             self.world.share(latents, source)
             if position % ranks == dist.get_rank(team):
                 share[sample] = latents
         return share
 
-    def _denoise(self, samples: Sequence[int | None], source: Source, sink: Sink) -> None:
+    def _denoise(self, samples: Sequence[int | None], sink: Sink) -> None:
         """Denoise samples one after another, posting the receive of the next before computing the current one.
 
         None is padding: a sample computed and handed on only because the shard group's other ranks need this rank's
@@ -300,40 +338,37 @@ class _Rank:
         """
         if samples and not self.first:
             self.handoff.expect()
-        nothing = torch.zeros(self.denoiser.latent_shape, device=self.world.device, dtype=self.dtype)
         bar = self._progress_bar(samples)
         for position, sample in enumerate(samples):
-            if self.first:
-                latents, waited = nothing if sample is None else source(sample), 0.0
-            else:
-                latents, waited = self.handoff.take()
+            given, waited = None, 0.0
+            if not self.first:
+                message, waited = self.handoff.take()
+                given = self.incoming.unpack(message)
                 if position + 1 < len(samples):
                     self.handoff.expect()
             if sample is not None:
                 self.log.write("take", sample, seconds=waited)
-            latents = self._run_stage(sample, latents, bar)
+            made = self._run_stage(sample, given, bar)
             if not self.last:
-                waited = self.handoff.pass_on(latents)
+                message = self.outgoing.pack(made)
+                waited = self.handoff.pass_on(message)
                 if sample is not None:
-                    self.log.write("send", sample, seconds=waited)
+                    self.log.write("send", sample, seconds=waited, size=message.nbytes)
             elif sample is not None:
-                sink(sample, latents)
+                sink(sample, made.latents)
         self.handoff.close()
         bar.close()
 
-    def _run_stage(self, sample: int | None, latents: Tensor, bar: tqdm) -> Tensor:
-        index = self.samples.index(sample) if sample is not None and sample in self.samples else 0
-        trajectory = self.denoiser.begin(index, self.steps[0])
-        for step in self.steps:
-            self.stopwatch.start()
-            latents = trajectory.step(latents, step)
-            seconds = self.stopwatch.stop()
+    def _run_stage(self, sample: int | None, given: Message | None, bar: tqdm) -> Message:
+        def report(step: int, seconds: float) -> None:
             if sample is None:
                 self.log.write("pad", step=step, seconds=seconds)
             else:
                 self.log.write("step", sample, step, seconds=seconds)
                 bar.update()
-        return latents
+
+        recorded = self.stage.recording.answers
+        return self.stage.denoise(sample if sample in recorded else next(iter(recorded)), self.steps, given, report)
 
     def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
         """Shown on a terminal, by the last stage of the first replica, except in the warm-up."""

@@ -6,18 +6,14 @@ returns a tuple with the prediction (B, F, 4, H, W). Nothing here knows about ra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from vdpp_core.config import RunConfig
 from vdpp_core.models import attention, shortcuts, weights
-from vdpp_core.models.architectures import PUBLISHED_SCHEDULER
 from vdpp_core.models.dummy import DummyUNet
-
-if TYPE_CHECKING:
-    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 
 
 def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
@@ -30,6 +26,34 @@ def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
 
         unet = load_unet(config, device, dtype)
     return ready(config, unet)
+
+
+def load_denoisers(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Load a run's denoisers whole: component of the pipeline -> module."""
+    if config.is_svd:
+        return {"unet": load(config, device, dtype)}
+    from vdpp_core.models import pipelines
+
+    names = [name for name in pipelines.DENOISERS if name in pipelines.parts(config)]
+    return {name: pipelines.load_part(config, name, device, dtype) for name in names}
+
+
+def skeletons(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Make a run's denoisers with parameters on the meta device: component of the pipeline -> module."""
+    if config.is_svd:
+        return {"unet": on_meta(config, dtype)}
+    from vdpp_core.models import pipelines
+
+    return pipelines.skeletons(config, dtype)
+
+
+def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Make a run's denoisers without weights, ready for inference: component of the pipeline -> module."""
+    if config.is_svd:
+        return {"unet": ready(config, on_meta(config, dtype))}
+    from vdpp_core.models import pipelines
+
+    return pipelines.denoisers_on_meta(config, dtype)
 
 
 def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
@@ -55,19 +79,3 @@ def ready(config: RunConfig, unet: Any) -> Any:
     if config.model != "dummy" and 2 * batch * rows * columns > attention.MOST:
         attention.take_turns(unet)
     return unet.eval()
-
-
-def load_scheduler(config: RunConfig, device: torch.device) -> EulerDiscreteScheduler:
-    """Make the scheduler with the run's steps.
-
-    Always Euler's, with EDM sigmas (Karras et al. 2022, "Elucidating the design space"). vdpp_core/engine/preflight.py
-    refuses others: solvers that remember earlier steps would need that memory handed on.
-    """
-    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler  # takes seconds to import
-
-    if config.source is None:
-        scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
-    else:
-        scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
-    scheduler.set_timesteps(config.total_steps, device=device)
-    return scheduler

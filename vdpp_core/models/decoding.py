@@ -1,8 +1,9 @@
-"""Decode latents to frames with the official pipeline's own method, one video at a time."""
+"""Decode latents to frames with the official pipeline's own code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,13 @@ from diffusers import StableVideoDiffusionPipeline
 from torch import Tensor
 
 from vdpp_core.config import RunConfig
+from vdpp_core.models import pipelines
 from vdpp_core.models.images import Frames
+from vdpp_core.models.stage import NoClock, Recording, Stage
+from vdpp_core.models.stand_ins import Real, StandIn
 from vdpp_core.models.svd import load_decoder
+
+NOT_FINITE = "the decoded frames are not finite: use --dtype fp32 or bf16"
 
 
 class Decoder:
@@ -31,7 +37,7 @@ class Decoder:
         vae.decoder.register_forward_hook(lambda *_: chunk_done())
 
     @torch.no_grad()
-    def frames(self, latents: Tensor) -> Frames:
+    def frames(self, _sample: int, latents: Tensor) -> Frames:
         """Decode (B, F, 4, H, W) to (B, F, 8·H, 8·W, 3), the bytes of the official pipeline's images.
 
         Raises:
@@ -39,11 +45,57 @@ class Decoder:
         """
         pixels = decode(self.pipeline, latents.to(self.pipeline.vae.dtype), self.num_frames, self.chunk_size)
         if not torch.isfinite(pixels).all():
-            raise FloatingPointError("the decoded frames are not finite: use --dtype fp32 or bf16")
-        frames = to_bytes(self.pipeline.video_processor.postprocess_video(pixels, output_type="np"))
-        if not all(video.any() for video in frames):
-            raise FloatingPointError("all decoded frames are black: use --dtype fp32 or bf16, or another image")
-        return frames
+            raise FloatingPointError(NOT_FINITE)
+        return _checked(self.pipeline.video_processor.postprocess_video(pixels, output_type="np"))
+
+
+class OfficialDecoder:
+    """What any other pipeline does after its loop, with its VAE. See `Decoder` for the arguments.
+
+    Args:
+        recording: what the encoders returned; samples that are not in it are encoded now.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        chunk_done: Callable[[], None],
+        samples: Sequence[int],
+        recording: Recording | None,
+    ) -> None:
+        self.stage = Stage.around(config, pipelines.denoisers_on_meta(config, dtype), device, dtype, NoClock())
+        real = Real(partial(pipelines.load_part, config, device=device, dtype=dtype))
+        if recording is None or not set(samples) <= set(recording.answers):
+            recording = self.stage.encode(samples, real)
+        self.stage.use(recording)
+        real.modules = {}  # the encoders are not needed any more
+        vae: Any = real.load("vae")
+        real.modules["vae"] = vae
+        vae.decoder.register_forward_hook(lambda *_: chunk_done())
+
+        def answer(asked: StandIn, *question: Any) -> Any:
+            return (real if asked.name == "vae" else self.stage.player)(asked, *question)
+
+        self.stage.official.answer(answer)
+
+    def frames(self, sample: int, latents: Tensor) -> Frames:
+        """Decode latents, as the pipeline's loop left them, to (B, F, height, width, 3).
+
+        Raises:
+            FloatingPointError: the frames are black or not finite.
+        """
+        return _checked(self.stage.decode(sample, latents))
+
+
+def _checked(frames: np.ndarray) -> Frames:
+    if not np.isfinite(frames).all():
+        raise FloatingPointError(NOT_FINITE)
+    made = to_bytes(frames)
+    if not all(video.any() for video in made):
+        raise FloatingPointError("all decoded frames are black: use --dtype fp32 or bf16, or another image")
+    return made
 
 
 def decode(pipeline: Any, latents: Tensor, num_frames: int, chunk_size: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor, nn
 
 
@@ -13,9 +14,20 @@ class DummyUNet(nn.Module):
         self.config = SimpleNamespace(
             in_channels=8, out_channels=4, num_frames=8, cross_attention_dim=32, addition_time_embed_dim=32
         )
+        self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=3 * 32))  # which the pipeline reads
         self.conv_in = nn.Conv3d(8, 16, 3, padding=1)
         self.time_embedding = nn.Linear(1, 16)
         self.conv_out = nn.Conv3d(16, 4, 3, padding=1)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.conv_in.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the parameters."""
+        return self.conv_in.weight.dtype
 
     def forward(
         self,

@@ -43,6 +43,18 @@ def read_image(path: Path, size: tuple[int, int]) -> Image.Image:
     return upright.convert("RGB")
 
 
+def whole_image(path: Path) -> Image.Image:
+    """Read an image as diffusers' users do, for pipelines that crop or resize it themselves.
+
+    Raises:
+        ConfigError: the file is missing or not readable by Pillow.
+    """
+    from diffusers.utils import load_image
+
+    with _opened(path):
+        return load_image(str(path))
+
+
 def _decoded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """The cropped part with 8 bits a channel, not yet upright; of a large image at most about twice `size`."""
     enough = 2 * max(size)

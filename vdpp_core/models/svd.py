@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
-from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from PIL import Image
+from torch import nn
 
 from vdpp_core.config import RunConfig
 from vdpp_core.models import weights
-from vdpp_core.models.architectures import PUBLISHED
+from vdpp_core.models.architectures import PUBLISHED, PUBLISHED_SCHEDULER, PUBLISHED_VAE
+from vdpp_core.models.images import read_image
 
 if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
+
+ENCODERS = ("vae", "image_encoder")
 
 
 def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
@@ -46,17 +50,82 @@ def weights_folder(config: RunConfig, dtype: torch.dtype, part: str = "unet") ->
 def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UNetSpatioTemporalConditionModel:
     """Load the whole UNet of `config.source` onto `device` with diffusers."""
     folder = weights_folder(config, dtype)
-    return _load(UNetSpatioTemporalConditionModel, folder, weights.variant(folder, dtype), dtype).to(device)
+    return load_whole(UNetSpatioTemporalConditionModel, folder, dtype, weights.variant(folder, dtype)).to(device)
 
 
-def load_pipeline(
-    config: RunConfig, unet: Any, scheduler: EulerDiscreteScheduler, device: torch.device, dtype: torch.dtype
-) -> StableVideoDiffusionPipeline:
-    """Load the official pipeline of `config.source` around a given UNet and scheduler; the rest goes to `device`."""
-    pipeline = _load_pipeline(config, dtype, ("vae", "image_encoder"), unet=unet, scheduler=scheduler)
-    for part in (pipeline.vae, pipeline.image_encoder):
-        part.to(device)
-    return pipeline
+def shells(config: RunConfig, unet: Any) -> dict[str, nn.Module]:
+    """The encoders without weights, on the meta device: component -> module."""
+    from diffusers import AutoencoderKLTemporalDecoder
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    if _has_pipeline(config):
+        vae = AutoencoderKLTemporalDecoder.load_config(config.source, subfolder="vae")
+        clip = CLIPVisionConfig.from_pretrained(config.source, subfolder="image_encoder")
+    else:  # their sizes do not matter: the conditioning is random, of the size that the UNet takes
+        vae = PUBLISHED_VAE
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        clip = CLIPVisionConfig(projection_dim=unet.config.cross_attention_dim, **sizes)
+    with torch.device("meta"):
+        made = AutoencoderKLTemporalDecoder.from_config(vae), CLIPVisionModelWithProjection(clip)
+    return dict(zip(ENCODERS, made, strict=True))
+
+
+def pipeline(config: RunConfig, **given: Any) -> StableVideoDiffusionPipeline:
+    """Make the official pipeline around a given UNet and given encoders."""
+    from diffusers import EulerDiscreteScheduler, StableVideoDiffusionPipeline
+    from transformers import CLIPImageProcessor
+
+    if config.source is None:
+        scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
+    else:
+        scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
+    if _has_pipeline(config):
+        extractor = CLIPImageProcessor.from_pretrained(config.source, subfolder="feature_extractor")
+    else:
+        extractor = CLIPImageProcessor()
+
+    class Pipeline(StableVideoDiffusionPipeline):
+        """Decides whether to guide without asking the device for the scale of each frame at every step."""
+
+        do_classifier_free_guidance = config.guidance_scale > 1
+
+    return Pipeline(scheduler=scheduler, feature_extractor=extractor, **given)
+
+
+def once_encoded(pipeline: Any) -> dict[str, Any]:
+    """Have the pipeline prepare a tiny image for encoders that only repeat what they returned for the real one.
+
+    The pipeline would keep the image at full size, and as much noise, on the device through its loop.
+    """
+    pipeline.video_processor.preprocess = lambda *_, **__: torch.zeros(1, 3, 1, 1)
+    return {"image": torch.zeros(1, 3, 8, 8)}
+
+
+def _has_pipeline(config: RunConfig) -> bool:
+    """Whether the source has all parts of a pipeline; a UNet and a scheduler are enough without an image."""
+    return config.source is not None and config.image_path is not None
+
+
+def call_arguments(config: RunConfig) -> dict[str, Any]:
+    """Arguments of `StableVideoDiffusionPipeline` for a run, except generator and output type."""
+    if config.image_path is None:
+        image = Image.new("RGB", (64, 64))  # the pipeline resizes it; what it shows does not matter
+    else:
+        image = read_image(config.image_path, config.image_size)
+    return {
+        "image": image,
+        "height": config.image_size[1],
+        "width": config.image_size[0],
+        "num_frames": config.shape[2],
+        "num_inference_steps": config.total_steps,
+        "min_guidance_scale": config.min_guidance_scale,
+        "max_guidance_scale": config.guidance_scale,
+        "fps": config.fps,
+        "motion_bucket_id": config.motion_bucket_id,
+        "noise_aug_strength": config.noise_aug_strength,
+        "decode_chunk_size": config.decode_chunk_size,
+        "num_videos_per_prompt": config.shape[0],
+    }
 
 
 def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
@@ -84,12 +153,13 @@ def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...]
         folder = Path(hub.snapshot_download(str(config.source), allow_patterns="*.json"))
     variants = {weights.variant(weights_folder(config, dtype, part), dtype) for part in parts}
     variant = next(filter(None, variants), None)  # diffusers uses it for the parts that have it
-    pipeline = _load(StableVideoDiffusionPipeline, folder, variant, dtype, **given)
+    pipeline = load_whole(StableVideoDiffusionPipeline, folder, dtype, variant, **given)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def _load(kind: Any, folder: Path, variant: str | None, dtype: torch.dtype, **kwargs: Any) -> Any:
+def load_whole(kind: Any, folder: Path, dtype: torch.dtype, variant: str | None = None, **kwargs: Any) -> Any:
+    """Load a pipeline or a part of one as diffusers and transformers do, except for what is given."""
     with warnings.catch_warnings():  # diffusers ≥ 0.42 prefers `dtype`, which 0.36 does not know
         warnings.filterwarnings("ignore", message=".*torch_dtype.*")
         return kind.from_pretrained(folder, torch_dtype=dtype, variant=variant, use_safetensors=True, **kwargs)

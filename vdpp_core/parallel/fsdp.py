@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vdpp_core import models
-from vdpp_core.config import RunConfig
+from vdpp_core.config import ConfigError, RunConfig
 from vdpp_core.models import weights
 from vdpp_core.parallel.fsdp_units import units
 from vdpp_core.parallel.world import communication
@@ -26,11 +26,11 @@ from vdpp_core.parallel.world import communication
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def shard(unet: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
-    """Shard a UNet in place over the ranks of a one-dimensional mesh. Its forward pass stays bit-equal.
+def shard(denoiser: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
+    """Shard a denoiser in place over the ranks of a one-dimensional mesh. Its forward pass stays bit-equal.
 
     Parameters are gathered and used in the type they have. Inputs are not cast, because the timestep is fp32 whatever
-    the UNet's type. Call the UNet under no_grad, not inference_mode: FSDP2 reads version counters, which inference
+    the model's type. Call it under no_grad, not inference_mode: FSDP2 reads version counters, which inference
     tensors lack.
     """
     policies: dict[str, Any] = {
@@ -38,49 +38,69 @@ def shard(unet: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
         "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
-    pieces = [fully_shard(piece, **policies) for piece in units(unet)]
-    chain: list[FSDPModule] = [fully_shard(unet, **policies), *pieces]
+    pieces = [fully_shard(piece, **policies) for piece in units(denoiser)]
+    chain: list[FSDPModule] = [fully_shard(denoiser, **policies), *pieces]
     for piece in chain:
         piece.set_custom_all_gather(AllGather())  # type: ignore[arg-type]
     for piece, following in itertools.pairwise(chain):
         piece.set_modules_to_forward_prefetch([following])
-    return unet
+    return denoiser
 
 
-def structure(config: RunConfig, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
-    """Make the sharded UNet of a run on the meta device, without values."""
-    return models.ready(config, shard(models.on_meta(config, dtype), mesh, config.fsdp_cpu_offload))
+def structure(config: RunConfig, mesh: DeviceMesh, dtype: torch.dtype) -> nn.ModuleDict:
+    """Make the sharded denoisers of a run on the meta device, without values."""
+    made = {
+        name: shard(denoiser, mesh, config.fsdp_cpu_offload)
+        for name, denoiser in models.skeletons(config, dtype).items()
+    }
+    if config.is_svd:
+        models.ready(config, made["unet"])
+    return nn.ModuleDict(made)
 
 
 @torch.no_grad()
-def materialise(unet: Any, config: RunConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Any:
-    """Fill a UNet from `structure` with its weights. No rank ever holds more than its shards and one more layer.
+def materialise(
+    denoisers: nn.ModuleDict, config: RunConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Fill denoisers from `structure` with their weights. No rank ever holds more than its shards and one more layer.
 
     Of a stored model only the rank's own rows are read; random weights are drawn layer by layer.
+
+    Raises:
+        ConfigError: a parameter is not stored.
     """
-    unet.to_empty(device="cpu" if config.fsdp_cpu_offload else device)
+    home = torch.device("cpu") if config.fsdp_cpu_offload else device
+    for part, denoiser in denoisers.items():
+        denoiser._apply(lambda one: torch.empty_like(one, device=home) if one.is_meta else one.to(device))
+        lacking = {**dict(denoiser.named_parameters()), **dict(denoiser.named_buffers())}
+        for name, rows in _source(config, part, device, dtype):
+            target = lacking.pop(name, None)
+            if isinstance(target, DTensor):
+                _copy_own_rows(target, rows, mesh)
+            elif target is not None:
+                target.copy_(rows[:])
+        if absent := [name for name, target in lacking.items() if isinstance(target, DTensor)]:
+            raise ConfigError("model_id", config.source, f"must have all weights of {part}: {absent[0]} is missing")
+
+
+def _source(config: RunConfig, part: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
     if config.model == "dummy" or config.random_weights:
-        source: Iterator[tuple[str, Any]] = weights.random(models.on_meta(config, dtype), device)
-    else:
-        from vdpp_core.models.svd import weights_folder
+        return weights.random(models.on_meta(config, dtype), device)
+    from vdpp_core.models.svd import weights_folder
 
-        source = weights.stored(weights_folder(config, dtype), dtype)
-    parameters = dict(unet.named_parameters())
-    for name, rows in source:
-        _copy_own_rows(parameters[name], rows, mesh)
-    return unet
+    return weights.stored(weights_folder(config, dtype, part), dtype)
 
 
-def release(unet: Any) -> None:
-    """Free the memory of a UNet, whole or sharded, at once. It cannot compute afterwards.
+def release(denoiser: nn.Module) -> None:
+    """Free the memory of a denoiser, or several, whole or sharded, at once. It cannot compute afterwards.
 
     Dropping the last reference would not do: patched forward passes and FSDP2's hooks form reference cycles, which keep
     the memory until the garbage collector runs.
     """
-    for module in unet.modules():
+    for module in denoiser.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for tensor in [*unet.parameters(), *unet.buffers()]:
+    for tensor in [*denoiser.parameters(), *denoiser.buffers()]:
         if isinstance(tensor, DTensor):
             tensor.to_local().untyped_storage().resize_(0)
         else:

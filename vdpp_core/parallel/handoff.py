@@ -1,6 +1,6 @@
-"""The hand-off of latents from stage to stage (P2P).
+"""The hand-off from stage to stage (P2P): buffers of bytes.
 
-Shapes are fixed in advance and messages are matched by order, because NCCL ignores tags.
+Sizes are fixed in advance and messages are matched by order, because NCCL ignores tags.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from vdpp_core.parallel.world import World, communication
 class Handoff:
     """Both ends of one stage: it receives from the stage before and sends to the stage after.
 
+    Args:
+        size: bytes of a message from the stage before.
+
     Raises:
         LostRankError: in any method, if the neighbour is gone.
     """
 
-    def __init__(self, world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.group, self.device, self.shape, self.dtype = world.stages, world.device, shape, dtype
+    def __init__(self, world: World, size: int) -> None:
+        self.group, self.device, self.size = world.stages, world.device, size
         stage, stages = world.place.stage, dist.get_world_size(self.group)
         self.before = stage - 1 if stage > 0 else None
         self.after = stage + 1 if stage + 1 < stages else None
@@ -43,38 +46,37 @@ class Handoff:
                 dist.send(hand, group=self.group, group_dst=self.after)
 
     def expect(self) -> None:
-        """Post the receive of the next sample's latents."""
+        """Post the receive of the next sample's message."""
         assert self.before is not None
         assert self.expected is None
-        latents = torch.empty(self.shape, device=self.device, dtype=self.dtype)
+        message = torch.empty(self.size, device=self.device, dtype=torch.uint8)
         with communication(self.ranks[self.before]):
-            work = dist.irecv(latents, group=self.group, group_src=self.before)
+            work = dist.irecv(message, group=self.group, group_src=self.before)
         assert work is not None
-        self.expected = latents, work
+        self.expected = message, work
 
     def take(self) -> tuple[Tensor, float]:
-        """Wait for the expected latents; return them, and the seconds waited."""
+        """Wait for the expected message; return it, and the seconds waited."""
         assert self.before is not None
         assert self.expected is not None
-        latents, work = self.expected
+        message, work = self.expected
         self.expected = None
         began = time.perf_counter()
         with communication(self.ranks[self.before]):
             self._finish(work)
-        return latents, time.perf_counter() - began
+        return message, time.perf_counter() - began
 
-    def pass_on(self, latents: Tensor) -> float:
-        """Send latents without waiting, unless the next stage is too far behind; return the seconds waited."""
+    def pass_on(self, message: Tensor) -> float:
+        """Send a message without waiting, unless the next stage is too far behind; return the seconds waited."""
         assert self.after is not None
         began = time.perf_counter()
         with communication(self.ranks[self.after]):
             while len(self.sent) >= IN_FLIGHT:
                 self._finish(self.sent.popleft()[1])
             waited = time.perf_counter() - began
-            latents = latents.contiguous()
-            work = dist.isend(latents, group=self.group, group_dst=self.after)
+            work = dist.isend(message, group=self.group, group_dst=self.after)
         assert work is not None
-        self.sent.append((latents, work))  # the memory must outlive the transfer
+        self.sent.append((message, work))  # the memory must outlive the transfer
         return waited
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`parallelize`: run a UNet on a lockstep group of ranks without changing its signature."""
+"""`parallelize`: run a denoiser on a lockstep group of ranks without changing its signature."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vdpp_core.config.axes import AXIS_NAMES, LOCKSTEP_NAMES
 from vdpp_core.models.patches import Patches
-from vdpp_core.parallel import frames, guidance
+from vdpp_core.parallel import frames, guidance, sequence
 from vdpp_core.parallel.fsdp import shard
 from vdpp_core.parallel.group import Collectives, Group
 from vdpp_core.parallel.process_groups import merged
@@ -22,13 +22,13 @@ SPLITTERS = {"cfg": guidance.split, "frames": frames.split}  # lockstep axis -> 
 
 @dataclass
 class Applied:
-    """What `parallelize` did to a UNet, kept on it under the name `APPLIED`."""
+    """What `parallelize` did to a denoiser, kept on it under the name `APPLIED`."""
 
     patches: Patches
     groups: dict[str, Collectives]
 
 
-def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
+def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False, calls_per_step: int = 1) -> Any:
     """Have the ranks of a mesh compute each forward pass together, in place: whole latents in, whole prediction out.
 
         pipe.unet = vdpp_core.parallelize(pipe.unet, Parallel(cfg=2, frames=2).mesh("cpu"))
@@ -38,26 +38,26 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False) -> Any:
     flow through. `restore` undoes it.
 
     Args:
-        unet: diffusers' `UNetSpatioTemporalConditionModel`.
+        unet: diffusers' `UNetSpatioTemporalConditionModel`, or the UNet or transformer of another pipeline.
         mesh: from `Parallel.mesh`. Its lockstep axes split the forward pass; dp and pp are left to the caller.
         fsdp: also shard the parameters over all ranks of a stage. `restore` does not undo this.
+        calls_per_step: 2 where the pipeline calls the UNet once for each pass of the guidance (Wan). Pairs of calls
+            are then split over cfg, and the first prediction of a pair is complete when the second call returns.
 
     Raises:
-        ValueError: the mesh has other axes; the UNet is already parallelized; `frames` is above 1 and the UNet is not
-            spatio-temporal. In a call of the UNet: fewer frames than ranks, or cfg 2 with a batch of only one pass.
+        ValueError: the mesh has other axes; the UNet is already parallelized; `frames` cannot split it.
+            In a call of the UNet: fewer frames than ranks, or cfg 2 with a batch of only one pass.
     """
-    from diffusers import UNetSpatioTemporalConditionModel
-
     if mesh.mesh_dim_names != AXIS_NAMES:
         raise ValueError(f"mesh {mesh.mesh_dim_names}: must be of Parallel.mesh, with the axes {', '.join(AXIS_NAMES)}")
     if hasattr(unet, APPLIED):
         raise ValueError(f"unet {type(unet).__name__}: is parallelized already, restore comes first")
     groups = {axis: Collectives(mesh.get_group(axis)) for axis in LOCKSTEP_NAMES if mesh[axis].size() > 1}
-    if "frames" in groups and not isinstance(unet, UNetSpatioTemporalConditionModel):
-        raise ValueError(f"unet {type(unet).__name__}: must be a UNetSpatioTemporalConditionModel to split by frames")
+    if "frames" in groups and (reason := sequence.refusal(unet, groups["frames"].size)):
+        raise ValueError(f"frames {groups['frames'].size}: {reason}")
     if fsdp:
         shard(unet, merged(mesh, "dp", *LOCKSTEP_NAMES))
-    setattr(unet, APPLIED, Applied(split_forward(unet, groups), groups))
+    setattr(unet, APPLIED, Applied(split_forward(unet, groups, calls_per_step), groups))
     return unet
 
 
@@ -78,10 +78,14 @@ def sent(unet: Any) -> Counter[tuple[str, str, str]]:
     return Counter({(axis, *key): count for axis, group in groups.items() for key, count in group.sent.items()})
 
 
-def split_forward(unet: Any, groups: Mapping[str, Group]) -> Patches:
+def split_forward(unet: Any, groups: Mapping[str, Group], calls_per_step: int = 1) -> Patches:
     """Split a UNet's forward pass in place over the groups of its lockstep axes, innermost axis first."""
-    patches = Patches()
+    patches, splitters = Patches(), dict[str, Any](SPLITTERS)
+    if calls_per_step == 2:
+        splitters["cfg"] = guidance.split_calls
+    if getattr(unet, "_cp_plan", None):
+        splitters["frames"] = sequence.split
     for axis in reversed(LOCKSTEP_NAMES):
         if axis in groups:
-            SPLITTERS[axis](unet, groups[axis], patches)
+            splitters[axis](unet, groups[axis], patches)
     return patches

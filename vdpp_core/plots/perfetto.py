@@ -1,9 +1,9 @@
 """Turns a run's events into a trace for chrome://tracing and Perfetto (JSON, times in µs since the first event).
 
 A process is a replica on a machine, a thread is a rank. The phases of a rank (loading, warming up, running, decoding)
-contain its slices: steps, receiving latents (take), sending them (send), videos and the chunks of their frames. An
-arrow leads from each send to its take. Unfinished slices end with the rank's last event. Clocks of several machines are
-not corrected.
+contain its slices: steps, receiving latents (take), sending them (send), videos and the chunks of their frames. With
+--decode as-ready, videos are in the phase of running. An arrow leads from each send to its take. Unfinished slices end
+with the rank's last event. Clocks of several machines are not corrected.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class _Thread:
         self.entries: list[Entry] = []
         self.open: list[Entry] = []  # the phase, and in it the video
         self.floor = 0  # end of the last slice
+        self.phases = {kind: name for kind, name in PHASES.items() if kind != "decode" or config.decode == "at-end"}
         self.silent = not kinds.of(own, kinds.LastWord)
         before: Event | None = None
         for event in own:
@@ -96,7 +97,7 @@ class _Thread:
 
     def _draw(self, event: Event, before: Event | None) -> None:
         kind, t, args = event.kind, self._us(event.t), self._args(event)
-        if kind in PHASES and not (kind == "decode" and self._phase() == PHASES["decode"]):
+        if kind in self.phases and not (kind == "decode" and self._phase() == PHASES["decode"]):
             self._close_all(t)
             self._begin(t, PHASES[kind], "phase", {})
         if isinstance(event, _Work):

@@ -47,9 +47,7 @@ def cost(config: RunConfig, member: int | None = None) -> Cost:
     Raises:
         ConfigError: the video is too large for the meta device.
     """
-    alike = memory.alike(
-        config.replace(num_samples=1, guidance_mode="batched", forward_chunking=False, enable_memory_opt=False)
-    )
+    alike = memory.alike(config.replace(guidance_mode="batched", forward_chunking=False, enable_memory_opt=False))
     with memory.countable(config):
         flops, counted, exchanges = _counted(alike, resolve(config).dtype, member or 0)
     sent = dict(counted)
@@ -71,7 +69,7 @@ def gathering(config: RunConfig) -> tuple[int, int]:
 
 
 def parameters(config: RunConfig) -> int:
-    """Bytes of the UNet's parameters."""
+    """Bytes of the denoisers' parameters."""
     return _units(config.model, config.model_id, resolve(config).dtype)[0]
 
 
@@ -128,21 +126,24 @@ def _any_size(model: str, model_id: str | None) -> RunConfig:
 
 @functools.lru_cache(maxsize=8)
 def _units(model: str, model_id: str | None, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a UNet's parameters, and the number of units that FSDP gathers, the root included."""
-    unet = models.on_meta(_any_size(model, model_id), dtype)
-    return sum(parameter.nbytes for parameter in unet.parameters()), 1 + len(units(unet))
+    """Bytes of the denoisers' parameters, and the number of units that FSDP gathers, the roots included."""
+    denoisers = models.denoisers_on_meta(_any_size(model, model_id), dtype).values()
+    whole = sum(parameter.nbytes for denoiser in denoisers for parameter in denoiser.parameters())
+    return whole, sum(1 + len(units(denoiser)) for denoiser in denoisers)
 
 
 @functools.lru_cache(maxsize=256)
 def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, Counter[str], int]:
     """Operations of a step; kind -> bytes sent in it; the number of exchanges."""
-    unet = models.ready(config, models.on_meta(config, dtype))
-    groups = trace.rehearse(unet, config.layout, member)
-    denoiser, latents = trace.before_step(config, unet, dtype)
+    denoisers = models.denoisers_on_meta(config, dtype)
+    groups = [
+        group for denoiser in denoisers.values() for group in trace.rehearse(denoiser, config.layout, member).values()
+    ]
+    stage = trace.before_step(config, denoisers, dtype, trace.Marks([]))
     with trace.Remembering(), FlopCounterMode(display=False) as counter:
-        denoiser.begin(0, 0).step(latents, 0)
+        stage.denoise(0, range(1), None)
     sent: Counter[str] = Counter()
-    for group in groups.values():
+    for group in groups:
         for (_, kind), count in group.sent.items():
             sent[kind] += count
-    return counter.get_total_flops(), sent, sum(group.exchanges for group in groups.values())
+    return counter.get_total_flops(), sent, sum(group.exchanges for group in groups)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from vdpp_core.config import RunConfig
-from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
@@ -35,6 +34,7 @@ CPU_ALLOWANCE, CPU_CONSTANT = 1.1, 30e6
 MOST_RANKS = 8
 LARGEST_GIB = 1e6
 WIDEST_OF_SMALL = 96  # channels of the tiny model
+CALL = ("prompt", "negative_prompt", "image", "call", "num_frames", "height", "width")  # of a pipeline
 
 
 def predict(config: RunConfig) -> Peak:
@@ -61,7 +61,9 @@ def record(folder: Path) -> None:
 
 def predict_decoding(config: RunConfig) -> Peak | None:
     """Peak memory of decoding a sample in chunks of `decode_chunk_size` frames after the UNet is freed; None without a
-    VAE."""
+    VAE, and for other pipelines than Stable Video Diffusion, whose decoding is not predicted."""
+    if not config.is_svd:
+        return None
     if config.model in ("dummy", "medium") and config.model_id is None:
         return None
     if config.model_id is not None and Path(config.model_id).is_dir() and not (Path(config.model_id) / "vae").is_dir():
@@ -129,7 +131,8 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     """
     if capacity_gib is not None:
         check_capacity(capacity_gib)
-    checkpoint.check_model(config, resolve(config))
+    if config.is_svd:
+        checkpoint.check_model(config, resolve(config))
     expected, decoding = predict(config), predict_decoding(config)
     opened, (gib_each, known) = communicators.most(config), communicators.gib_each()
     facts: dict[str, Any] = {
@@ -186,6 +189,8 @@ def _allowed_for_decoding(config: RunConfig, capacity: float) -> float:
 
 def remedies(config: RunConfig, capacity: float) -> list[str]:
     """Flags or sizes, each of which alone would make a run fit `capacity` bytes; with FSDP the fewest ranks."""
+    if not config.is_svd:
+        return _with_fsdp(config, capacity, "")
     modes: dict[str, dict[str, Any]] = {}
     if config.guidance_passes > config.calls_per_step:
         modes["--guidance-mode sequential"] = {"guidance_mode": "sequential"}
@@ -235,10 +240,11 @@ def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
 def _with_fsdp(config: RunConfig, capacity: float, words: str) -> list[str]:
     own = config.parallel or Parallel()
     fewest = own.dp + 1 if own.fsdp else 1 if own.lockstep > 1 else 2
-    for replicas in range(fewest, MOST_RANKS // own.lockstep + 1):
-        layout = Parallel(**(own.model_dump() | {"dp": replicas, "fsdp": True}))
-        if fit(config.replace(parallel=layout), capacity).fits:
-            return [f"{words}--fsdp on {layout.world_size} ranks"]
+    with suppress(ConfigError):  # a pipeline that cannot be sharded
+        for replicas in range(fewest, MOST_RANKS // own.lockstep + 1):
+            layout = Parallel(**(own.model_dump() | {"dp": replicas, "fsdp": True}))
+            if fit(config.replace(parallel=layout), capacity).fits:
+                return [f"{words}--fsdp on {layout.world_size} ranks"]
     return []
 
 
@@ -264,7 +270,7 @@ def _shards(config: RunConfig) -> int:
 def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
     """The phases of a rank: trace, shards, whether the shards are offloaded."""
     phases = [(trace_of(config), _shards(config), config.fsdp_cpu_offload)]
-    if config.command == "generate":
+    if config.command == "generate" and config.is_svd:
         phases.append((_decoding(config), 1, False))
     return phases
 
@@ -286,23 +292,35 @@ def trace_of(config: RunConfig) -> trace.Trace:
 
 @contextmanager
 def countable(config: RunConfig) -> Iterator[None]:
-    """Turn a RuntimeError of the meta device into a ConfigError: the video has more bytes than PyTorch can number."""
+    """Turn what the meta device refuses into a ConfigError: with Stable Video Diffusion, a video of more bytes than
+    PyTorch can number; with other pipelines, anything that they do not support."""
     try:
         yield
-    except RuntimeError as error:
+    except ConfigError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if not config.is_svd:
+            words = f"cannot be predicted on {config.layout}: {in_one_line(str(error))[:200]}"
+            raise ConfigError("model_id", config.source, words) from None
+        if not isinstance(error, RuntimeError):
+            raise
         raise ConfigError("latent_shape", config.shape, f"is too large to be counted ({error})") from None
 
 
 def alike(config: RunConfig) -> RunConfig:
     """A configuration that is equal for all runs that allocate the same on a rank."""
-    fields = ("model", "model_id", "guidance_scale", "min_guidance_scale", "shortcuts")
+    fields = ["model", "model_id", "guidance_scale", "min_guidance_scale", "shortcuts"]
+    if not config.is_svd:
+        fields += CALL
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
-    layout = config.parallel or Parallel()
-    samples = math.ceil(config.num_samples / (1 if config.fsdp_same_sample else layout.dp))
-    lockstep = Parallel(**layout.lockstep_sizes)
+    lockstep = Parallel(**(config.parallel or Parallel()).lockstep_sizes)
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
-        parallel=lockstep, random_weights=True, latent_shape=config.shape, num_samples=samples, **mode, **kept
+        parallel=lockstep,
+        random_weights=config.is_svd,
+        latent_shape=config.shape,
+        **mode,
+        **kept,
     )
 
 

@@ -91,6 +91,8 @@ def advise(
         raise ConfigError("modes", modes, f"must be one or several of {', '.join(MODES)}")
     if goal == "memory":
         modes = tuple(reversed(modes))
+    if not config.is_svd:
+        modes = MODES[:1]  # whether the passes share a batch is up to the pipeline
     bar = tqdm(list(layouts(gpus)), desc="layouts", leave=False, disable=None)
     rows: list[dict[str, Any]] = []
     fit_whole: set[tuple[int, ...]] = set()  # the lockstep sizes, which decide a rank's memory without sharding
@@ -194,11 +196,16 @@ def _row(
         whole = config.replace(parallel=layout, fsdp_same_sample=False)
     except ConfigError as error:
         return row | {"reason": str(error)}
-    guided = config.guidance_passes > layout.cfg
+    guided = config.is_svd and config.guidance_passes > layout.cfg
     capacity_gib = memory.device_gib(whole, capacity_gib)
     for mode in modes if guided else modes[:1]:
         candidate = whole.replace(guidance_mode=mode)
-        room = predictor.room(candidate)
+        try:
+            room = predictor.room(candidate)
+        except ConfigError as error:
+            if config.is_svd:
+                raise
+            return row | {"reason": str(error)}
         row |= {"peak_gib": room.peak / GIB, "needed_gib": room.needed / GIB, "guidance": mode if guided else "–"}
         row["fits"] = capacity_gib is None or room.needed <= capacity_gib * GIB * (1 - SPARE)
         if row["fits"]:
@@ -230,9 +237,9 @@ def times(planned: Schedule) -> dict[str, float]:
 
 def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
     """How a layout splits the work, and what that costs."""
-    layout, frames = config.layout, config.shape[2]
-    words = []
+    layout, words = config.layout, []
     if layout.frames > 1:
+        frames = config.shape[2]
         words.append(f"each rank computes {math.ceil(frames / layout.frames)} of {frames} frames")
     if layout.cfg > 1:
         words.append("each rank runs one guidance pass")
@@ -259,7 +266,7 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
 
 
 def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
-    layout, frames = config.layout, config.shape[2]
+    layout = config.layout
     words = f"needs {room.needed / GIB:.4g} GiB, {capacity_gib * (1 - SPARE):.4g} of {capacity_gib:g} GiB usable"
     own = costs.parameters(config) / layout.shards
     if own > room.needed / 2:
@@ -267,6 +274,7 @@ def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
             f", sharded {layout.shards} ways" if layout.shards > 1 else ", unsharded"
         )
     if layout.frames > 1:
+        frames = config.shape[2]
         return f"{words}: even {math.ceil(frames / layout.frames)} of {frames} frames per rank are too many"
     if layout.cfg > 1:
         return f"{words}: each rank holds all activations of one guidance pass"

@@ -56,7 +56,7 @@ class Predictor:
 
     def __init__(self, fitted_to: RunConfig | None = None) -> None:
         self.rooms: dict[tuple[RunConfig, int, bool], Room] = {}
-        has_layers = fitted_to is not None and (fitted_to.model != "dummy" or fitted_to.model_id is not None)
+        has_layers = fitted_to is not None and fitted_to.is_svd and fitted_to.model != "dummy"
         self.fit = _Fit(fitted_to) if fitted_to is not None and has_layers else None
 
     def cost(self, config: RunConfig) -> Cost:
@@ -68,23 +68,18 @@ class Predictor:
         return self.fit.cost(config) if self.fit and self.fit.covers(config) else costs.cost(config)
 
     def room(self, config: RunConfig) -> Room:
-        """Memory of a rank in bytes. Every further sample of a replica adds its image latents, a layout its
-        communicators.
+        """Memory of a rank in bytes. What the encoders made of further samples is in host memory and adds nothing.
 
         Raises:
             ConfigError: the video is too large for the meta device.
         """
         room = self.fit.room(config) if self.fit and self.fit.covers(config) else self._counted(config)
-        batch, channels, _, rows, columns = config.shape
-        image_latents = batch * channels * rows * columns * resolve(config).element_size
-        more = (len(config.samples(0)) - 1) * image_latents * config.guidance_passes
-        return Room(room.peak + more, room.needed + more + memory.outside(config))
+        return Room(room.peak, room.needed + memory.outside(config))
 
     def _counted(self, config: RunConfig) -> Room:
-        one = config.replace(num_samples=1)
-        key = memory.alike(one), config.layout.shards, config.fsdp_cpu_offload
+        key = memory.alike(config), config.layout.shards, config.fsdp_cpu_offload
         if key not in self.rooms:
-            self.rooms[key] = _count(one)
+            self.rooms[key] = _count(config)
         return self.rooms[key]
 
 

@@ -20,7 +20,7 @@ from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models import checkpoint
-from vdpp_core.predict import costs, schedule
+from vdpp_core.predict import costs, messages, schedule
 from vdpp_core.predict.checked_arguments import checked_dataclass
 from vdpp_core.predict.costs import Cost
 from vdpp_core.predict.schedule import Schedule, Seconds
@@ -132,8 +132,8 @@ def shared(config: RunConfig, rates: Rates) -> Rates:
 
 
 def hop_s(config: RunConfig, rates: Rates) -> float:
-    """Seconds of a hand-off: the latents of a sample go from one stage to the next."""
-    return rates.link.seconds(math.prod(config.shape) * resolve(config).element_size)
+    """Seconds of the largest hand-off of a sample from one stage to the next."""
+    return rates.link.seconds(messages.largest(config))
 
 
 def predict(config: RunConfig, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
@@ -177,7 +177,8 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     config, result = finished(folder, though_disturbed)
     if not is_plain(config.layout):
         raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
-    checkpoint.check_model(config, resolve(config))
+    if config.is_svd:
+        checkpoint.check_model(config, resolve(config))
     on_cpu = result["device"] == "cpu"
     events = Run(folder).events()
     spans = results.measured_spans(events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,19 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models.architectures import PUBLISHED_VAE
+from vdpp_core.models.stand_ins import moved, replaced
 from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 
 if TYPE_CHECKING:
-    from vdpp_core.models.denoising import Denoiser
+    from vdpp_core.models.stage import Stage
 
-META = torch.device("meta")
+META, HOST = torch.device("meta"), torch.device("cpu")
+CLIP_SIZE = 224  # pixels a side, to which the pipeline brings an image for its encoder
 MOST_REMEMBERED = 20_000  # a step of the published UNet adds some 700
 MOST_CHUNKS = 256  # more chunks hardly raise the peak
 
@@ -115,9 +117,11 @@ def _is_new(tensor: Tensor, inputs: list[Tensor]) -> bool:
 
 @dataclass
 class _Recorder(TorchDispatchMode):
-    """Records when storages on the meta device are allocated and freed, except those of parameters."""
+    """Records when storages are allocated and freed, except those of parameters: on the meta device, and on that of
+    the pipeline."""
 
     parameters: list[Tensor]
+    device: torch.device = META
     events: list[Event] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
 
@@ -130,7 +134,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device == META:
+            if isinstance(tensor, Tensor) and tensor.device in (META, self.device):
                 self._see(tensor.untyped_storage())
         return out
 
@@ -147,9 +151,15 @@ class _Recorder(TorchDispatchMode):
     def _gone(self, address: int) -> None:
         self.events.append(Event("free", self.alive.pop(address)))
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Do not count a tensor that stands for another one."""
+        storage = tensor.untyped_storage()
+        self.known.add(storage._cdata)
+        weakref.finalize(storage, self.known.discard, storage._cdata)
+
     @contextmanager
-    def watching(self, model: nn.Module, units: list[nn.Module]) -> Iterator[None]:
-        """Record which layer of the model is running, and when units begin and end."""
+    def watching(self, models: Iterable[nn.Module], units: list[nn.Module]) -> Iterator[None]:
+        """Record which layer of the models is running, and when units begin and end."""
         numbers = {id(module): number for number, module in enumerate(units)}
 
         def enter(name: str, module: nn.Module) -> None:
@@ -163,7 +173,7 @@ class _Recorder(TorchDispatchMode):
                 self.events.append(Event("leave", numbers[id(module)]))
 
         hooks = []
-        for name, module in model.named_modules():
+        for name, module in (named for model in models for named in model.named_modules()):
             hooks.append(module.register_forward_pre_hook(lambda m, _, name=name: enter(name, m)))
             hooks.append(module.register_forward_hook(lambda m, *_: leave(m)))
         try:
@@ -178,7 +188,7 @@ class _FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return torch.empty_like(args[0])
+            return torch.empty_like(args[0] if args else kwargs["query"])
         return func(*args, **(kwargs or {}))
 
 
@@ -199,41 +209,124 @@ def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
     return groups
 
 
-def before_step(config: RunConfig, unet: Any, dtype: torch.dtype) -> tuple[Denoiser, Tensor]:
-    """What a step on the meta device starts from: a denoiser with its conditioning, and latents."""
-    from vdpp_core import models
-    from vdpp_core.models.conditioning import Conditioning
-    from vdpp_core.models.denoising import Denoiser
+class Marks:
+    """Takes the place of a stage's stopwatch: where in the list of events its spans begin and end."""
 
-    conditioning = Conditioning.empty(config, unet, max(1, len(config.samples(0))), META, dtype)
-    denoiser = Denoiser(config, unet, models.load_scheduler(config, torch.device("cpu")), conditioning)
-    return denoiser, torch.empty(denoiser.latent_shape, device=META, dtype=dtype)
+    def __init__(self, events: list[Event]) -> None:
+        self.events = events
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+
+    def start(self) -> None:
+        """Note a beginning."""
+        self.begun.append(len(self.events))
+
+    def stop(self) -> float:
+        """Note an end; no seconds are known."""
+        self.ended.append(len(self.events))
+        return 0.0
+
+
+def pipeline_device(config: RunConfig) -> torch.device:
+    """Where the pipeline around the denoisers runs: most look at the values of their masks, which meta has none of."""
+    return META if config.is_svd else HOST
+
+
+def before_step(
+    config: RunConfig,
+    denoisers: dict[str, Any],
+    dtype: torch.dtype,
+    marks: Marks,
+    arrives: Callable[[Tensor], None] = lambda _: None,
+) -> Stage:
+    """A stage around denoisers on the meta device, whose encoders are done.
+
+    Args:
+        arrives: called with each tensor on the meta device that stands for one which the pipeline has passed on.
+    """
+    from vdpp_core.models.stage import Stage
+    from vdpp_core.models.stand_ins import Inventor
+    from vdpp_core.parallel import guidance
+
+    for denoiser in denoisers.values():
+        if config.calls_per_step > 1:
+            guidance.one_after_the_other(denoiser)
+        if not config.is_svd:
+            _enter_meta(denoiser, arrives)
+    stage = Stage.around(config, denoisers, pipeline_device(config), dtype, marks)
+    if config.is_svd:
+        _without_pixels(stage, config)
+    stage.use(stage.encode([0], Inventor(0)))
+    return stage
+
+
+def _without_pixels(stage: Stage, config: RunConfig) -> None:
+    """Have SVD's pipeline prepare an image on the meta device: the host may not have room for a large one."""
+    width, height = config.image_size
+    given = stage.arguments(0) | {"image": torch.empty(1, 3, height, width, device=META)}
+    stage.arguments = lambda _: given
+    seen = SimpleNamespace(pixel_values=torch.empty(1, 3, CLIP_SIZE, CLIP_SIZE, device=META))
+    stage.official.replace("feature_extractor", lambda **_: seen)
+    stage.pipeline.video_processor.register_to_config(do_normalize=False)  # it would look at the values
+
+
+def _enter_meta(denoiser: nn.Module, arrives: Callable[[Tensor], None]) -> None:
+    """Have a denoiser on the meta device take the host's tensors, and return zeros there."""
+
+    def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with _disable_current_modes():
+            given = moved((args, kwargs), META)
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, Tensor):
+                arrives(tensor)
+        return given
+
+    def leave(_: nn.Module, _args: tuple, made: Any) -> Any:
+        return replaced(made, lambda tensor: torch.zeros_like(tensor, device=HOST))
+
+    denoiser.register_forward_pre_hook(enter, with_kwargs=True)
+    denoiser.register_forward_hook(leave)
 
 
 @functools.lru_cache(maxsize=64)
 def step(config: RunConfig, dtype: torch.dtype) -> Trace:
-    """Trace a denoising step of a rank: conditioning and latents, then the engine's own `Trajectory.step`.
+    """Trace a denoising step of a rank: what the pipeline makes before its loop, then the first turn of the loop.
 
     About a second for the published UNet. No weights are read; model svd needs no download.
     """
     from vdpp_core import models
     from vdpp_core.parallel.fsdp_units import units
 
-    unet = models.ready(config, models.on_meta(config, dtype))
-    rehearse(unet, config.layout)
-    pieces = [unet, *units(unet)]
-    recorder = _Recorder(list(unet.parameters()))
-    with torch.no_grad(), _FusedAttention(), Remembering(), recorder:
-        denoiser, latents = before_step(config, unet, dtype)
-        prelude = len(recorder.events)
-        with recorder.watching(unet, pieces):
-            denoiser.begin(0, 0).step(latents, 0)
-        events = tuple(recorder.events)  # what is freed later is not part of the step
-    names = {id(module): name for name, module in unet.named_modules()}
-    own = {id(parameter) for piece in pieces[1:] for parameter in piece.parameters()}
-    root = _unit("", [parameter for parameter in unet.parameters() if id(parameter) not in own])
-    rest = [_unit(names[id(piece)], list(piece.parameters())) for piece in pieces[1:]]
-    return Trace(_unit("", list(unet.parameters())), (root, *rest), events, prelude)
+    denoisers = nn.ModuleDict(models.denoisers_on_meta(config, dtype))
+    for denoiser in denoisers.values():
+        rehearse(denoiser, config.layout)
+    pieces = [piece for denoiser in denoisers.values() for piece in (denoiser, *units(denoiser))]
+    recorder = _Recorder(list(denoisers.parameters()), pipeline_device(config))
+    marks = Marks(recorder.events)
+    stage = before_step(config, dict(denoisers), dtype, marks, recorder.leave_out)
+    encoded = len(marks.begun)
+    with _FusedAttention(), Remembering(), recorder, recorder.watching(denoisers.values(), pieces):
+        stage.denoise(0, range(1), None)
+    prelude, end = marks.begun[encoded], marks.ended[0]
+    kept = {event.key for event in recorder.events[:prelude] if event.what == "alloc"}  # is there for all steps
+    events = tuple(
+        event
+        for at, event in enumerate(recorder.events[:end])
+        if at < prelude or event.what != "free" or event.key not in kept
+    )
+    return Trace(_unit("", list(denoisers.parameters())), _units(denoisers, pieces), events, prelude)
+
+
+def _units(denoisers: nn.ModuleDict, pieces: list[nn.Module]) -> tuple[Unit, ...]:
+    """The parameters that FSDP gathers with each piece: a denoiser gathers those that no piece within it has."""
+    names = {id(module): name for denoiser in denoisers.values() for name, module in denoiser.named_modules()}
+    within = [piece for piece in pieces if names[id(piece)]]
+    own = {id(parameter) for piece in within for parameter in piece.parameters()}
+    return tuple(
+        _unit(name, [each for each in piece.parameters() if name or id(each) not in own])
+        for piece in pieces
+        for name in (names[id(piece)],)
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -248,7 +341,7 @@ def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
     frames = min(frames, MOST_CHUNKS * config.decode_chunk_size)
     with torch.no_grad(), _FusedAttention(), Remembering(), recorder:
         latents = torch.empty(batch, frames, channels, rows, columns, device=META, dtype=vae.dtype)
-        with recorder.watching(vae, []):
+        with recorder.watching([vae], []):
             pixels = decode(pipeline, latents, frames, config.decode_chunk_size)
         events = tuple(recorder.events)
         del pixels

@@ -75,10 +75,11 @@ class Step(OfSample):
 
 
 class Send(OfSample):
-    """A stage has handed a sample on, after waiting for `seconds` until there was room."""
+    """A stage has handed a sample on, a message of `size` bytes, after waiting for `seconds` until there was room."""
 
     kind: Literal["send"]
     seconds: _Number
+    size: _Whole | None = None
 
 
 class Finished(OfSample):

@@ -7,6 +7,7 @@ that the samples of one folder are never made from different settings, images or
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from vdpp_core.config import RunConfig
+from vdpp_core.config import RunConfig, manifest
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import Execution
 from vdpp_core.runs.files import write_atomically
@@ -29,13 +30,13 @@ WITHOUT_EFFECT = {
     *("num_samples", "warmup_samples"),  # sample m depends on seed + m alone
     *("stage_weights", "fsdp_same_sample", "fsdp_cpu_offload"),  # which rank computes what, where parameters are kept
     *("memory_limit_gib", "timeout_s", "stall_steps"),
-    *("output_dir", "save_latents", "compare_official", "attention_slicing"),
+    *("output_dir", "save_latents", "compare_official", "attention_slicing", "decode"),
 }
 OF_VIDEOS = {"decode_chunk_size"}
 # Fields of which only the outcome counts: a shape, the content of files, the device that was found.
 BY_OUTCOME = {
     *("latent_shape", "num_frames", "height", "width", "parallel", "backend"),
-    *("model", "model_id", "image", "device", "dtype", "threads"),
+    *("model", "model_id", "image", "device", "dtype", "threads", "manifest", "rows"),
 }
 _LIBRARIES = ("torch", "diffusers")
 _RESTORE = "restore it, or start a new run"
@@ -48,6 +49,7 @@ class Samples(BaseModel):
     image:    SHA-256 of the file; None where the conditioning is synthetic
     model:    for a folder the SHA-256 of each file that is read; for a hub model its revision
     device, dtype, threads: of rank 0
+    rows:     those of the manifest, each image as the SHA-256 of its file; not set without a manifest
     image_path, source: where image and model were found, for messages; they may move later
     """
 
@@ -59,6 +61,7 @@ class Samples(BaseModel):
     device: str
     dtype: str
     threads: int
+    rows: list[dict[str, Any]] | None = None
     image_path: str | None
     source: str
 
@@ -83,12 +86,16 @@ class Origin(BaseModel):
         facts = json.dumps(self.samples.model_dump(mode="json", exclude_unset=True), sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
 
+    def to_json(self) -> str:
+        """Serialise for origin.json, without fields that were not set, so that the digest stays the same."""
+        return self.model_dump_json(indent=2, exclude_unset=True) + "\n"
+
 
 def of(config: RunConfig, execution: Execution) -> Origin:
     """What this machine would make samples of this configuration from now. Reads the image and the model's files.
 
     Raises:
-        ConfigError: one of the files cannot be read.
+        ConfigError: one of the files cannot be read, or the manifest has changed since the run was made.
     """
     fields = config.model_dump(mode="json")
     settings = {name: fields[name] for name in sorted(fields.keys() - WITHOUT_EFFECT - OF_VIDEOS - BY_OUTCOME)}
@@ -101,10 +108,24 @@ def of(config: RunConfig, execution: Execution) -> Origin:
         device=execution.device_type,
         dtype=execution.dtype_name,
         threads=execution.threads,
+        **({} if config.rows is None else {"rows": _rows(config)}),
         image_path=None if config.image_path is None else str(config.image_path),
         source=config.source or config.model,
     )
     return Origin(samples=samples, videos=videos_of(config), versions={name: version(name) for name in _LIBRARIES})
+
+
+def _rows(config: RunConfig) -> list[dict[str, Any]]:
+    """The manifest's rows as `Samples` has them."""
+    rows, path = config.rows or (), config.manifest
+    if path is not None:
+        for number, (was, now) in enumerate(itertools.zip_longest(rows, manifest.read(path))):
+            if was != now:
+                changed = f"{manifest.name_of_row(number)} has changed since the run was made"
+                raise ConfigError("manifest", path, f"{changed}: {_RESTORE}")
+    images = sorted({Path(row["image"]) for row in rows if "image" in row})
+    digest = dict(zip(images, _digests(images), strict=True))
+    return [row | ({"image": digest[Path(row["image"])]} if "image" in row else {}) for row in rows]
 
 
 def videos_of(config: RunConfig) -> dict[str, Any]:
@@ -122,7 +143,7 @@ def read(folder: Path) -> Origin | None:
 
 def write(folder: Path, record: Origin) -> None:
     """Write origin.json."""
-    write_atomically(folder / FILE, record.model_dump_json(indent=2, exclude_unset=True) + "\n")
+    write_atomically(folder / FILE, record.to_json())
 
 
 def begin(folder: Path, config: RunConfig, execution: Execution, record: Origin | None = None) -> Origin:
@@ -183,6 +204,12 @@ def _first_edited(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, A
 def _difference(was: Samples, now: Samples) -> str | None:
     if edited := _first_edited(was.settings, now.settings):
         return _edited(*edited)
+    for number, (before, after) in enumerate(zip(was.rows or [], now.rows or [], strict=False)):
+        if name := next((name for name in before | after if before.get(name) != after.get(name)), None):
+            changed = f"{manifest.name_of_row(number)}, column {name} of the manifest"
+            return f"{changed} is not what its sample was made from: {_RESTORE}"
+    if len(was.rows or []) != len(now.rows or []):
+        return f"the manifest has other rows than its samples were made from: {_RESTORE}"
     if was.image != now.image:
         if was.image is None or now.image is None:
             return _edited("image", was.image_path, now.image_path)

@@ -95,6 +95,7 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         "disturbed": disturbed.reasons(config, events, hardware["cores"]),
         "other_ranks_at_work": disturbed.other_ranks(events),
         **_waits(events, config, work.latents),
+        "handoff_bytes_per_rank": _handoff_bytes(events, layout.world_size),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
         "lockstep_gb_per_step_per_rank": [number / 1e9 for number in sent if number is not None],
@@ -131,14 +132,25 @@ def _waits(events: Sequence[Event], config: RunConfig, samples: Sequence[int]) -
     return {"handoff_wait_s_per_rank": total, "steady_handoff_wait_share_per_rank": shares}
 
 
+def _handoff_bytes(events: Sequence[Event], ranks: int) -> list[int | None]:
+    """Bytes of the largest message with which each rank handed a sample on; None where it handed none on."""
+    found: list[int | None] = [None] * ranks
+    for event in kinds.of(events, kinds.Send):
+        found[event.rank] = max(found[event.rank] or 0, event.size or 0) or None
+    return found
+
+
 def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
     """What `generate` made after the last step, and how it compares with the official pipeline where that was asked."""
     videos = sorted(kinds.of(events, kinds.Video), key=lambda event: event.sample)
     compared = kinds.of(events, kinds.Official)
     memory = [done.decode_memory for done in kinds.last_of(events, kinds.Done).values()]
+    zero = clock_starts(events)
+    made_s = [event.t - zero[event.rank] for event in videos if event.rank in zero]
     batches = [event.max_batch_difference for event in compared if event.max_batch_difference is not None]
     return {
         "videos_written": len(videos) * config.shape[0],
+        "time_to_first_video_s": min(made_s, default=None),
         "decode_s": [event.seconds for event in videos],
         "decode_peak_memory_gb_per_rank": [each["allocated_gb"] for each in memory if each],
         "official": {

@@ -1,12 +1,14 @@
 """The run folder: the contract between ranks, launchers and notebooks. Its files and who writes them.
 
 config.json      the RunConfig, by whoever starts the run
+manifest.csv     or manifest.jsonl: a copy of the run's manifest, where it has one, by whoever starts the run
 events/          rank-N.jsonl, by each rank
 latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica's last stage when the sample is done,
                  with the SHA-256 of its bytes and of the record in origin.json
 origin.json      what the samples are made from (origin.py), by rank 0; by one rank of each of several machines
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by the rank that decoded it;
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
+videos.csv       of a run with a manifest: the row that each video was made from, by rank 0
 predicted.json   the predicted peak memory of a rank, by the launcher
 result.json      last, atomically, by rank 0; after a failure by the launcher or a surviving rank
 job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
@@ -105,12 +107,19 @@ def create(config: RunConfig) -> Path:
     try:
         for part in ("events", "latents", "logs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
+        _copy_manifest(config, folder)
         write_atomically(folder / "config.json", config.replace(output_dir=folder).to_json())
         reserve(folder, config)
     except OSError as error:
         (folder / "config.json").unlink(missing_ok=True)  # or it would be a run that never starts
         raise _not_writable(folder, error) from None
     return folder
+
+
+def _copy_manifest(config: RunConfig, folder: Path) -> None:
+    if config.manifest is not None:
+        copied = config.manifest.read_bytes()
+        files.write_whole(folder / f"manifest{config.manifest.suffix.lower()}", lambda draft: draft.write_bytes(copied))
 
 
 def reserve(folder: Path, config: RunConfig) -> None:
@@ -130,6 +139,7 @@ def join(config: RunConfig) -> Path:
         if not path.exists():
             check_place(config)
             folder.mkdir(parents=True, exist_ok=True)
+            _copy_manifest(config, folder)
             write_atomically(draft, config.replace(output_dir=folder).to_json())
             with contextlib.suppress(FileExistsError):  # of two machines that arrive together the first one wins
                 path.hardlink_to(draft)

@@ -117,11 +117,13 @@ def look(
     started = all(kinds.of(log, kinds.Clock) for log in logs.values())
     states = {rank: _state(rank, last[rank], config, work) for rank in last if started}
     stopped = [rank for rank in late if isinstance(first := logs[rank][0], kinds.Start) and processes.is_stopped(first)]
-    busy = [rank for rank in late if states.get(rank) == "busy"]
-    stuck = [rank for rank in late if states.get(rank)] if len(late) == len(last) else []
+    decoding = [rank for rank in last if states.get(rank) == "decodes"]
+    free = [rank for rank in late if not set(mates(config.layout, rank)) & set(decoding)]
+    busy = [rank for rank in free if states.get(rank) == "busy"]
+    stuck = [rank for rank in late if states.get(rank)] if len(late) == len(last) and not decoding else []
     elsewhere = [other for rank in stuck for other in needed(config, rank, last[rank]) if other not in logs]
     silent = late and len(late) == len(last) and min(silence.values()) > processes.PATIENCE_S
-    culprits = stopped or elsewhere or busy or stuck or (late if silent else [])
+    culprits = stopped or elsewhere or busy or stuck or ((decoding or late) if silent else [])
     if not culprits:
         return None
     rank = culprits[0]
@@ -135,10 +137,10 @@ def look(
     return Stall(rank, *position(own, steps), silent_s, step_s.get(rank, 0.0), waiting, limit_s)
 
 
-def _state(rank: int, event: Event, config: RunConfig, work: Work) -> Literal["busy", "waits"] | None:
-    """Whether a rank with this last event computes a step, or waits for another stage.
+def _state(rank: int, event: Event, config: RunConfig, work: Work) -> Literal["busy", "waits", "decodes"] | None:
+    """Whether a rank with this last event computes a step, waits for another stage, or decodes between two samples.
 
-    None: it does something whose pace is not known, such as loading a decoder after its last sample.
+    None: it does something else whose pace is not known, such as loading a decoder after its last sample.
     """
     layout = config.layout
     replica, stage, member = layout.place(rank)
@@ -155,7 +157,12 @@ def _state(rank: int, event: Event, config: RunConfig, work: Work) -> Literal["b
         return "busy" if last_stage and (member == 0 or layout.pp == 1) else "waits"
     if isinstance(event, kinds.Take | kinds.AnyStep):
         return "busy"
-    return "waits" if isinstance(event, kinds.Send | kinds.Finished) and layout.pp > 1 and not final else None
+    if isinstance(event, kinds.Finished | kinds.Decode | kinds.Chunk) and config.decode == "as-ready" and not final:
+        return "decodes"
+    if isinstance(event, kinds.Video) and event.sample not in samples[:-1]:  # nothing follows
+        return None
+    idle = isinstance(event, kinds.Send | kinds.Finished | kinds.Video)
+    return "waits" if idle and layout.pp > 1 and not final else None
 
 
 def needed(config: RunConfig, rank: int, last: Event) -> list[int]:
@@ -166,7 +173,7 @@ def needed(config: RunConfig, rank: int, last: Event) -> list[int]:
         return mates(layout, rank)
     if isinstance(last, kinds.AnyStep) and stage + 1 < layout.pp:
         return [layout.rank(replica, stage + 1, member)]
-    if isinstance(last, kinds.Clock | kinds.Send | kinds.Finished | kinds.AnyStep) and stage > 0:
+    if isinstance(last, kinds.Clock | kinds.Send | kinds.Finished | kinds.Video | kinds.AnyStep) and stage > 0:
         return [layout.rank(replica, stage - 1, member)]
     return list(range(layout.world_size))  # all ranks meet: before the clock, before decoding, at the end
 

@@ -1,0 +1,54 @@
+"""The small random pipelines load from their folders, and their calls depend on what they should."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from tests.families import FAMILIES, folder, official
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_is_repeatable_and_depends_on_its_arguments(name):
+    path, family = folder(name), FAMILIES[name]
+    latents = official(path, family.call, STEPS, seed=0)
+    assert latents.isfinite().all()
+    assert latents.std() > 0.1
+    torch.rand(1)  # the global random state does not matter
+    assert torch.equal(latents, official(path, family.call, STEPS, seed=0))
+    text = next(key for key in ("prompt", "prompt_embeds") if key in family.call)
+    for other in (family.other_call, family.call | {text: family.other_call[text]}):
+        assert not torch.equal(latents, official(path, other, STEPS, seed=0))
+    assert not torch.equal(latents, official(path, family.call, STEPS, seed=1))
+
+
+@pytest.mark.parametrize(("name", "solver"), [(name, solver) for name in FAMILIES for solver in FAMILIES[name].solvers])
+def test_every_solver_suits_its_family(name, solver):
+    latents = official(folder(name, solver), FAMILIES[name].other_call, STEPS, seed=0)
+    assert latents.isfinite().all()
+    assert latents.std() > 0.1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_is_made_of_the_same_bytes_each_time(name, tmp_path):
+    def digests(root):
+        path = folder(name, root=root)
+        files = (file for file in path.rglob("*") if file.is_file())
+        return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+    torch.rand(1)
+    first = digests(tmp_path / "first")
+    torch.rand(1)
+    assert first == digests(tmp_path / "second")

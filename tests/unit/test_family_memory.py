@@ -1,0 +1,121 @@
+"""Predictions for pipelines other than Stable Video Diffusion: memory, operations and hand-offs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.unets.unet_motion_model import UNetMotionOutput
+
+from tests.families import FAMILIES, folder
+from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.engine import preflight
+from vdpp_core.models import pipelines
+from vdpp_core.models.message import Packing
+from vdpp_core.models.stage import NoClock, Stage
+from vdpp_core.models.stand_ins import Inventor
+from vdpp_core.predict import costs, memory, messages, planner, rates, trace
+from vdpp_core.predict.rates import Link, Rates
+
+STEPS = 5
+
+
+def config_of(name, solver=None, **changes):
+    of_run = ("prompt", "negative_prompt", "num_frames", "height", "width")
+    given = {key: value for key, value in FAMILIES[name].call.items() if key in of_run}
+    call = {key: value for key, value in FAMILIES[name].call.items() if key not in of_run} | changes.pop("call", {})
+    config = RunConfig(model_id=str(folder(name, solver)), device="cpu", total_steps=STEPS, call=call, **given)
+    config = config.replace(**changes)
+    return preflight.complete(config, (config.parallel or Parallel()).world_size)
+
+
+def parameters_of(config):
+    found = pipelines.denoisers_on_meta(config, torch.float32).values()
+    return sum(parameter.nbytes for denoiser in found for parameter in denoiser.parameters())
+
+
+@pytest.mark.parametrize("name", ["wan", "wan-2.2", "animatediff", "cogvideox", "ltx", "hunyuan-video"])
+def test_a_step_is_traced(name):
+    config = config_of(name)
+    predicted = memory.predict(config)
+    assert predicted.parameters == costs.parameters(config) == parameters_of(config)
+    assert predicted.activations > 0
+    assert memory.needed(config) > predicted.total
+    assert memory.fit(config, memory.needed(config)).fits
+    assert memory.predict_decoding(config) is None
+    whole = memory.trace_of(config)
+    assert sum(unit.shard(1) for unit in whole.units) == predicted.parameters
+    freed = {event.key for event in whole.events if event.what == "free"}
+    assert freed < {event.key for event in whole.events if event.what == "alloc"}
+
+
+def test_both_denoisers_are_resident_but_one_computes():
+    one, both = config_of("wan"), config_of("wan-2.2")
+    assert memory.predict(both).parameters == 2 * memory.predict(one).parameters
+    assert costs.cost(both).flops == costs.cost(one).flops
+    assert memory.predict(both).activations == memory.predict(one).activations
+
+
+def test_a_denoiser_that_is_called_twice_counts_twice():
+    guided, unguided = (config_of("wan", call={"guidance_scale": scale}) for scale in (6.0, 1.0))
+    assert costs.cost(guided).flops == 2 * costs.cost(unguided).flops
+    kept = memory.predict(guided).activations - memory.predict(unguided).activations
+    assert kept == messages.of(guided).latents  # the first call's prediction, during the second call
+
+
+def test_more_frames_need_more():
+    few, many = (config_of("animatediff", num_frames=frames) for frames in (4, 8))
+    assert costs.cost(many).flops > 1.9 * costs.cost(few).flops
+    assert memory.predict(many).total > memory.predict(few).total
+
+
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [("animatediff", solver) for solver in FAMILIES["animatediff"].solvers]
+    + [("cogvideox", "CogVideoXDPMScheduler"), ("ltx", None), ("wan", None)],
+)
+def test_the_bytes_of_a_hand_off(name, solver):
+    config = config_of(name, solver, parallel=Parallel(pp=3))
+    stage = Stage.around(
+        config, pipelines.denoisers_on_meta(config, torch.float32), torch.device("cpu"), torch.float32, NoClock()
+    )
+    stage.use(stage.encode([0], Inventor(0)))
+    like = torch.zeros(2 if name != "wan" else 1, *config.shape[1:])
+    form = UNetMotionOutput(sample=like) if name == "animatediff" else (like,)
+    rehearsed = [stage.rehearse(0, range(steps.stop), form) for steps in config.stages()[:-1]]
+    expected = [Packing(message, stage.solver.name).size for message in rehearsed]
+    found = messages.of(config)
+    assert messages.per_stage(config) == expected
+    assert messages.largest(config) == max(expected)
+    assert found.solver == type(stage.pipeline.scheduler).__name__
+    assert found.latents == like[:1].nbytes <= min(found.after)
+    assert rates.hop_s(config, Rates(1e9, Link(1e6))) == pytest.approx(max(expected) / 1e6)
+
+
+def test_a_plan_of_a_family():
+    config = config_of("wan").replace(num_samples=2)
+    table = planner.advise(config, 2, "throughput", Rates(1e9, Link(1e9)))
+    assert set(table["layout"][table["place"].notna()]) >= {"1 rank", "pp 2", "dp 2"}
+    assert "does not split a WanPipeline" in " ".join(table["reason"])
+
+
+def test_what_a_pipeline_does_not_support_is_one_line():
+    config = config_of("wan").replace(guidance_mode="sequential")  # its passes are calls of their own
+    with pytest.raises(ConfigError, match="cannot be predicted on 1 rank") as raised:
+        memory.predict(config)
+    assert "\n" not in str(raised.value)
+
+
+def test_tensors_that_stand_for_others_are_not_counted():
+    recorder = trace._Recorder([], torch.device("cpu"))
+    with recorder:
+        host = torch.ones(4)
+        meta = torch.empty(4, device="meta")
+    assert [event.size for event in recorder.events] == [16, 16]
+    other = torch.empty(8, device="meta")
+    recorder.leave_out(other)
+    with recorder:
+        view = other[:2]
+    assert len(recorder.events) == 2
+    del host, meta, other, view
+    assert [event.what for event in recorder.events] == ["alloc", "alloc", "free", "free"]

@@ -1,0 +1,226 @@
+"""The official pipeline of a run, around denoisers of ours and without the weights of anything else."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vdpp_core.config import RunConfig
+from vdpp_core.config.errors import ConfigError, in_one_line
+from vdpp_core.models import svd, weights
+from vdpp_core.models.images import whole_image
+from vdpp_core.models.stand_ins import Answer, StandIn
+
+if TYPE_CHECKING:
+    from vdpp_core.models.stage import Stage
+
+DENOISERS = ("unet", "transformer", "transformer_2")
+OURS = (  # arguments of a pipeline's call that a run sets, or that have no place in one
+    *("generator", "latents", "output_type", "return_dict", "num_inference_steps", "timesteps", "sigmas"),
+    *("image", "prompt", "negative_prompt", "height", "width", "num_frames"),
+    *("callback_on_step_end", "callback_on_step_end_tensor_inputs"),
+)
+NEEDED = ("latents", "output_type", "generator", "num_inference_steps")
+
+
+@dataclass
+class Official:
+    """A pipeline whose denoisers are real and whose encoders, the VAE among them, are stand-ins.
+
+    Attributes:
+        stand_ins: component -> what stands for it.
+        once_encoded: called with the pipeline when the encoders' answers are recorded; the arguments that may differ
+            in its calls from then on.
+    """
+
+    pipeline: Any
+    stand_ins: dict[str, StandIn] = field(default_factory=dict)
+    once_encoded: Callable[[Any], dict[str, Any]] = lambda _: {}
+
+    @property
+    def denoisers(self) -> dict[str, nn.Module]:
+        """Component -> the denoiser."""
+        found = {name: getattr(self.pipeline, name, None) for name in DENOISERS}
+        return {name: module for name, module in found.items() if module is not None}
+
+    def answer(self, answer: Answer) -> None:
+        """Have all stand-ins answer so."""
+        for stand_in in self.stand_ins.values():
+            stand_in.answer = answer
+
+    def replace(self, name: str, module: Any) -> None:
+        """Put a module in the place of a component. The pipeline's own record of classes stays as it is."""
+        object.__setattr__(self.pipeline, name, module)
+
+
+def around(
+    config: RunConfig, denoisers: dict[str, Any], device: torch.device, dtype: torch.dtype, answer: Answer
+) -> Official:
+    """Make the run's official pipeline around its denoisers; whatever else has weights is a stand-in."""
+    if config.is_svd:
+        shells = svd.shells(config, denoisers["unet"])
+        pipeline = svd.pipeline(config, **denoisers, **shells)
+    else:
+        shells = {name: module for name, module in on_meta(config, dtype).items() if name not in DENOISERS}
+        pipeline = _load(config, dtype, **denoisers, **shells)
+    pipeline.set_progress_bar_config(disable=True)  # the rank shows one
+    official = Official(pipeline, once_encoded=svd.once_encoded if config.is_svd else lambda _: {})
+    for name, shell in shells.items():
+        official.stand_ins[name] = StandIn(name, shell, device, dtype, answer)
+        official.replace(name, official.stand_ins[name])
+    return official
+
+
+def kind(config: RunConfig) -> Any:
+    """The class of the run's pipeline."""
+    return getattr(importlib.import_module("diffusers"), config.pipeline_class)
+
+
+def parts(config: RunConfig) -> dict[str, Any]:
+    """Component -> class, of those with weights."""
+    index = json.loads((folder(config) / "model_index.json").read_bytes())
+    places = {name: place for name, place in index.items() if isinstance(place, list) and place[0]}
+    classes = {name: getattr(importlib.import_module(place[0]), place[1]) for name, place in places.items()}
+    return {name: found for name, found in classes.items() if issubclass(found, nn.Module)}
+
+
+def on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Component -> the module without weights, on the meta device."""
+    made = {}
+    for name, found in parts(config).items():
+        place = folder(config) / name
+        with torch.device("meta"):
+            if hasattr(found, "load_config"):  # diffusers
+                module = found.from_config(found.load_config(place))
+            else:  # transformers
+                module = found(found.config_class.from_pretrained(place))
+        made[name] = nn.Module.to(module.eval(), "meta", dtype)
+    return made
+
+
+def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Component -> denoiser without weights."""
+    return {name: module for name, module in on_meta(config, dtype).items() if name in DENOISERS}
+
+
+def skeletons(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Component -> denoiser, its parameters on the meta device, in the types that `load_part` gives them.
+
+    Buffers have their values: some are computed by the constructor and not stored.
+    """
+    from accelerate import init_empty_weights
+    from diffusers.models.modeling_utils import no_init_weights
+
+    made = {}
+    for name, found in parts(config).items():
+        if name in DENOISERS:
+            with no_init_weights(), init_empty_weights(include_buffers=False):
+                module = found.from_config(found.load_config(folder(config) / name)).eval().requires_grad_(False)
+            kept, stored = set(found._keep_in_fp32_modules or ()), module.state_dict().keys()
+            for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if tensor.is_floating_point() and path in stored:
+                    tensor.data = tensor.data.to(torch.float32 if kept & set(path.split(".")) else dtype)
+            made[name] = module
+    return made
+
+
+def load_part(config: RunConfig, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Load a component with its weights, of a variant in the run's type where there is one."""
+    place = svd.weights_folder(config, dtype, name)
+    return svd.load_whole(parts(config)[name], place, dtype, weights.variant(place, dtype)).to(device).eval()
+
+
+def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """Load the official pipeline as any user would, without anything of ours in it."""
+    pipeline = _load(config, dtype).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _load(config: RunConfig, dtype: torch.dtype, **given: Any) -> Any:
+    return svd.load_whole(kind(config), folder(config), dtype, **given)
+
+
+def folder(config: RunConfig) -> Path:
+    """Folder of the run's pipeline; of a hub model, the snapshot in the cache, downloaded where needed."""
+    place = Path(str(config.source)).expanduser()
+    if place.is_dir():
+        return place
+    import huggingface_hub as hub
+
+    return Path(hub.snapshot_download(str(config.source), ignore_patterns=["*.bin", "*.ckpt", "*.msgpack"]))
+
+
+@functools.lru_cache(maxsize=8)
+def call_arguments(config: RunConfig) -> dict[str, Any]:
+    """Arguments of the official pipeline's call for a run, except generator and output type.
+
+    What a run does not set is left to the pipeline.
+    """
+    if config.is_svd:
+        return svd.call_arguments(config)
+    given: dict[str, Any] = {name: getattr(config, name) for name in ("prompt", "negative_prompt", *SIZES)}
+    if config.image is not None:
+        given["image"] = whole_image(config.image)
+    return {name: value for name, value in given.items() if value is not None} | {
+        "num_inference_steps": config.total_steps,
+        **config.call_values,
+    }
+
+
+SIZES = ("num_frames", "height", "width")
+
+
+def check(config: RunConfig) -> None:
+    """Check that a run can call its pipeline.
+
+    Raises:
+        ConfigError: diffusers has no such pipeline, its call lacks something, or an argument is none of it.
+    """
+    found = getattr(importlib.import_module("diffusers"), config.pipeline_class, None)
+    if found is None:
+        raise ConfigError("model_id", config.source, f"diffusers has no {config.pipeline_class}, which it names")
+    known = inspect.signature(found.__call__).parameters
+    if missing := [name for name in NEEDED if name not in known]:
+        allowed = f"cannot be split by steps: the call of {config.pipeline_class} has no {', '.join(missing)}"
+        raise ConfigError("model_id", config.source, allowed)
+    for name, value in config.call_values.items():
+        if name not in known or name in OURS:
+            allowed = f"must be one of {', '.join(sorted(set(known) - {'self', *OURS}))}"
+            raise ConfigError("call", name, allowed)
+        if isinstance(known[name].default, int | float) and isinstance(value, str):
+            raise ConfigError("call", name, f"must be a number, true or false, not {in_one_line(value)}")
+    for name in ("prompt", "negative_prompt", "image", *SIZES):
+        if getattr(config, name) is not None and name not in known:
+            raise ConfigError(name, getattr(config, name), f"{config.pipeline_class} takes none")
+    needed = [name for name in ("prompt", "image") if name in known and known[name].default is inspect.Parameter.empty]
+    for name in needed:
+        if getattr(config, name) is None:
+            raise ConfigError(name, "", f"{config.pipeline_class} needs one")
+
+
+def without_weights(config: RunConfig, dtype: torch.dtype) -> Stage:
+    """Make a stage of the run whose loop can be gone through for sample 0, without any weights.
+
+    Raises:
+        ConfigError: the pipeline refuses the run's arguments.
+    """
+    from vdpp_core.models.stage import NoClock, Stage
+    from vdpp_core.models.stand_ins import Inventor
+
+    stage = Stage.around(config, denoisers_on_meta(config, dtype), torch.device("cpu"), dtype, NoClock())
+    try:
+        stage.use(stage.encode([0], Inventor(0)))
+    except (ValueError, TypeError) as error:
+        words = in_one_line(str(error))[:300]
+        raise ConfigError("model_id", config.source, f"{config.pipeline_class} refuses the run: {words}") from None
+    return stage
