@@ -13,7 +13,7 @@ from vdpp_core.engine import preflight
 from vdpp_core.models import pipelines
 from vdpp_core.models.message import Packing
 from vdpp_core.models.stage import NoClock, Stage
-from vdpp_core.models.stand_ins import Inventor
+from vdpp_core.models.stand_ins import Inventor, Recorder
 from vdpp_core.predict import costs, memory, messages, planner, rates, trace
 from vdpp_core.predict.rates import Link, Rates
 
@@ -79,7 +79,7 @@ def test_the_bytes_of_a_hand_off(name, solver):
     stage = Stage.around(
         config, pipelines.denoisers_on_meta(config, torch.float32), torch.device("cpu"), torch.float32, NoClock()
     )
-    stage.use(stage.encode([0], Inventor(0)))
+    stage.encode([0], Recorder(Inventor(0)))
     like = torch.zeros(2 if name != "wan" else 1, *config.shape[1:])
     form = UNetMotionOutput(sample=like) if name == "animatediff" else (like,)
     rehearsed = [stage.rehearse(0, range(steps.stop), form) for steps in config.stages()[:-1]]

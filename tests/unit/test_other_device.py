@@ -24,7 +24,6 @@ from vdpp_core.config.layout import Place
 from vdpp_core.engine import videos, worker
 from vdpp_core.engine.worker import _Rank
 from vdpp_core.models.decoding import Decoder
-from vdpp_core.models.stage import Recording
 from vdpp_core.models.stand_ins import Player, StandIn, replaced
 from vdpp_core.parallel import rendezvous, world
 from vdpp_core.parallel.handoff import Handoff
@@ -54,17 +53,17 @@ def on_nobody(config: RunConfig, local_ranks: int = 1) -> Execution:
 
 @pytest.fixture(autouse=True)
 def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    recording = _Rank._recording
+    encode = _Rank._encode
 
-    def of_its_own(rank: _Rank) -> Recording:
+    def of_its_own(rank: _Rank) -> None:
         """Each rank encodes for itself, because nobody sends it anything."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rank, "first", True)
             patch.setattr(Place, "member", 0)
             patch.setattr(world.World, "share_object", lambda _, made, source: made)
-            return recording(rank)
+            encode(rank)
 
-    monkeypatch.setattr(_Rank, "_recording", of_its_own)
+    monkeypatch.setattr(_Rank, "_encode", of_its_own)
     monkeypatch.setattr(world, "device_of", lambda *_: META)
     monkeypatch.setattr(worker, "resolve", on_nobody)
     monkeypatch.setattr(rendezvous, "store", lambda _: FakeStore())
@@ -136,7 +135,7 @@ def left_on_the_cpu(name: str) -> tuple[Any, str, Any]:
     """Something of a run that forgets to move."""
 
     def on_the_cpu(player: Player, asked: StandIn, *_: Any) -> Any:
-        return replaced(player.outputs[next(player.answers[asked.name])], lambda tensor: torch.zeros(tensor.shape))
+        return replaced(next(player.answers[asked.name]), lambda tensor: torch.zeros(tensor.shape))
 
     return {
         "encoded": (Player, "__call__", on_the_cpu),

@@ -21,7 +21,7 @@ from vdpp_core.config.fields import EXAMPLE_IMAGE
 from vdpp_core.engine import worker
 from vdpp_core.engine.measure import Stopwatch
 from vdpp_core.models.stage import Stage
-from vdpp_core.models.stand_ins import Inventor
+from vdpp_core.models.stand_ins import Inventor, Recorder
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.plots import peer_comparison, style
 from vdpp_core.runs.run import Run
@@ -215,11 +215,8 @@ def test_synthetic_conditioning_of_a_sample_is_the_same_in_every_replica() -> No
 
     def encoded(samples: range) -> dict[int, torch.Tensor]:
         stage = Stage.around(config, {"unet": unet}, device, torch.float32, Stopwatch(device))
-        recording = stage.encode(samples, Inventor(config.seed))
-        return {
-            sample: recording.outputs[numbers["vae"][0]].latent_dist.mean
-            for sample, numbers in recording.answers.items()
-        }
+        stage.encode(samples, Recorder(Inventor(config.seed)))
+        return {sample: made.answers["vae"][0].latent_dist.mean for sample, made in stage.recording.items()}
 
     alone, second = encoded(range(4)), encoded(range(1, 4, 2))
     assert all(torch.equal(alone[sample], second[sample]) for sample in second)

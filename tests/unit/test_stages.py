@@ -17,7 +17,7 @@ from vdpp_core.models import pipelines
 from vdpp_core.models.message import Message, Packing
 from vdpp_core.models.solver import Solver
 from vdpp_core.models.stage import NoClock, Recording, Stage
-from vdpp_core.models.stand_ins import Real
+from vdpp_core.models.stand_ins import Real, Recorder
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 CASES = [(name, solver) for name, family in FAMILIES.items() for solver in family.solvers]
@@ -32,18 +32,20 @@ class Stages:
         self.arguments = call | {"num_inference_steps": steps}
         self.denoisers = models.load_denoisers(self.config, CPU, FP32)
         real = Real(lambda name: pipelines.load_part(self.config, name, CPU, FP32))
-        self.recording: Recording = self.stage().encode([0], real)
+        encoder = self.stage()
+        encoder.encode([0], Recorder(real))
+        self.recording: Recording = encoder.recording
 
     def stage(self) -> Stage:
-        official = pipelines.around(self.config, self.denoisers, CPU, FP32, lambda *_: None)
-        return Stage(official, lambda _: self.arguments, 0, NoClock())
+        official = pipelines.around(self.config, self.denoisers, CPU, FP32)
+        return Stage(official, lambda _: self.arguments, lambda _: 0, NoClock())
 
     def run(self, parts: Sequence[range]) -> tuple[torch.Tensor, list[int]]:
         """The latents, and the bytes of each message."""
         given, sizes = None, []
         for steps in parts:
             stage = self.stage()
-            stage.use(self.recording)
+            stage.recording = self.recording
             if given is not None:
                 packing = Packing(self.example(stage, steps), stage.solver.name)
                 given = packing.unpack(packing.pack(given))
@@ -85,7 +87,7 @@ def test_nothing_of_a_sample_is_left_in_the_next():
     """UniPC does not reset all of its attributes itself."""
     stages = Stages(families.folder("wan", "UniPCMultistepScheduler"), FAMILIES["wan"].call)
     stage = stages.stage()
-    stage.use(stages.recording)
+    stage.recording = stages.recording
     first, again = (stage.denoise(0, range(3), None) for _ in range(2))
     assert first.memory.keys() == again.memory.keys()
     assert torch.equal(first.latents, again.latents)

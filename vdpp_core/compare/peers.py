@@ -35,7 +35,7 @@ from vdpp_core.engine.measure import Stopwatch, keep_freed_memory
 from vdpp_core.models import pipelines
 from vdpp_core.models.message import Message
 from vdpp_core.models.stage import Stage
-from vdpp_core.models.stand_ins import Inventor, Real
+from vdpp_core.models.stand_ins import Inventor, Real, Recorder
 from vdpp_core.models.svd import call_arguments
 from vdpp_core.parallel.rendezvous import Ranks, store
 from vdpp_core.parallel.world import World, communication, device_of, joined
@@ -118,9 +118,9 @@ class Peers:
         self.unet = models.load(config, device, self.dtype)
         self.stage = Stage.around(config, {"unet": self.unet}, device, self.dtype, Stopwatch(device))
         encoders = Real(lambda name: pipelines.load_part(config, name, device, self.dtype))
-        answer = encoders if config.encodes else Inventor(config.seed)
-        self.stage.use(self.stage.encode(self.samples, answer))
-        self.official = pipelines.around(config, {"unet": self.unet}, device, self.dtype, self.stage.player)
+        self.stage.encode(self.samples, Recorder(encoders if config.encodes else Inventor(config.seed)))
+        self.official = pipelines.around(config, {"unet": self.unet}, device, self.dtype)
+        self.official.answer(self.stage.player)
 
     def run(self, run: Run, variant: Variant, ranks: Ranks) -> dict[str, Any]:
         """One run of a peer, which saves its latents: makespan and, where known, latencies in seconds."""
@@ -173,7 +173,7 @@ class Peers:
 
         hook = self.unet.register_forward_pre_hook(start)
         arguments = call_arguments(self.config) | {"num_inference_steps": steps, "output_type": "latent"}
-        self.stage.player.play(self.stage.recording.answers[sample])
+        self.stage.player.play(self.stage.recording[sample].answers)
         generator = torch.Generator().manual_seed(self.config.seed + sample)
         latents = self.official.pipeline(**arguments, generator=generator).frames
         return latents, stopwatch.stop()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from vdpp_core.config import RunConfig, manifest
-from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.models.images import read_image, whole_image
 from vdpp_core.parallel import devices, sequence
+
+if TYPE_CHECKING:
+    from vdpp_core.models.stage import Loop, Stage
 
 
 def complete(config: RunConfig, ranks: int) -> RunConfig:
@@ -27,19 +31,39 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
         return config
     _check_samples(config, resolve(config))
     from vdpp_core.models import pipelines  # takes seconds to import
+    from vdpp_core.models.stage import NoClock, Stage
 
-    rows = config.rows or ({},)
-    firsts = {frozenset(row): number for number, row in reversed([*enumerate(rows)])}  # one of each set of columns
-    for number in sorted(firsts.values()):
-        with _sample(config, number) as sample:
-            stage = pipelines.without_weights(sample, torch.float32)
-            loop = stage.loop(0)
+    denoisers = pipelines.denoisers_on_meta(config, torch.float32)
+    stage = Stage.around(config, denoisers, torch.device("cpu"), torch.float32, NoClock())
+    for number in _different(config):
+        with _sample(config, number):
+            loop = _loop(stage, number, config)
             passes = loop.passes.calls * loop.passes.stacked
             if config.layout.cfg > 1 and passes != 2:
                 allowed = f"buys nothing without guidance: {config.pipeline_class} has {passes} pass in a step"
                 raise ConfigError("cfg", 2, f"{allowed} of this run")
-            sequence.check(stage.official.denoisers, loop.calls, config.layout.frames)
+    sequence.check(denoisers, loop.calls, config.layout.frames)
     return config.replace(latent_shape=tuple(loop.latents.shape))
+
+
+def _different(config: RunConfig) -> Iterable[int]:
+    """One sample of each set of columns and each set of arguments that a pipeline may refuse or take otherwise."""
+    if config.rows is None:
+        return [0]
+    rows = reversed([*enumerate(config.rows)])
+    return sorted({(frozenset(row), config.of_sample(number).call): number for number, row in rows}.values())
+
+
+def _loop(stage: Stage, sample: int, config: RunConfig) -> Loop:
+    """Go through a sample's loop, without any weights."""
+    from vdpp_core.models.stand_ins import Inventor, Recorder
+
+    try:
+        stage.encode([sample], Recorder(Inventor(0)))
+    except (ValueError, TypeError) as error:
+        words = in_one_line(str(error))[:300]
+        raise ConfigError("model_id", config.source, f"{config.pipeline_class} refuses the run: {words}") from None
+    return stage.loop(sample)
 
 
 def check(config: RunConfig, local_ranks: int) -> Execution:

@@ -30,8 +30,7 @@ class Maker:
     """Decodes samples and writes their videos, on one rank.
 
     Args:
-        samples: those that it will be given.
-        recording: what the encoders returned, for pipelines that need it to decode; see `OfficialDecoder`.
+        samples, recording: what the encoders returned, for pipelines that need it to decode; see `OfficialDecoder`.
     """
 
     def __init__(

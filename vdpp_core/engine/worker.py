@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +21,14 @@ from vdpp_core import models
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.engine import collect_files, preflight
+from vdpp_core.engine.exchange import Exchange
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
 from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
 from vdpp_core.models import pipelines, stand_ins
-from vdpp_core.models.message import Message, Packing
-from vdpp_core.models.stage import Passes, Recording, Stage
+from vdpp_core.models.message import Message
+from vdpp_core.models.stage import Passes, Stage
 from vdpp_core.parallel import fsdp, guidance
-from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.parallelize import parallelize, sent
 from vdpp_core.parallel.rendezvous import Ranks, agree
 from vdpp_core.parallel.world import LostRankError, World, joined
@@ -114,10 +116,12 @@ class _Rank:
         self.samples = config.samples(world.place.replica, self.todo.latents)
         self.padding = config.padding(world.place.replica, self.todo.latents)
         self.busy = bool(self.samples or self.padding)
+        self.ahead = config.rows is not None  # each row is encoded when its turn comes
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.stopwatch, self.meter = Stopwatch(world.device), MemoryMeter(world.device)
         self.phase = "loading"
         self.denoisers = nn.ModuleDict()
+        self.encoders: stand_ins.Recorder | None = None  # while rows may have to be encoded
         self.finished: dict[int, Tensor] = {}
         self.maker: videos.Maker | None = None  # of videos, while samples are denoised
         self._write_start()
@@ -180,7 +184,7 @@ class _Rank:
         self.log.write("done", **facts)
 
     def _load(self) -> None:
-        """Load the UNet and make the conditioning; the encoders are freed when this returns."""
+        """Load the UNet and encode; the encoders are freed when this returns, unless rows are encoded later."""
         config, world = self.config, self.world
         if world.shards is None:
             self.denoisers = nn.ModuleDict(models.load_denoisers(config, world.device, self.dtype))
@@ -189,7 +193,7 @@ class _Rank:
             self.meter.set_baseline()  # some 15 MB of Python objects of FSDP are no memory of the model
             fsdp.materialise(self.denoisers, config, world.shards, world.device, self.dtype)
         self.stage = Stage.around(config, dict(self.denoisers), world.device, self.dtype, self.stopwatch)
-        self.stage.use(self._recording())
+        self._encode()
         self._split_steps()
         self.log.write("loaded")
 
@@ -197,26 +201,38 @@ class _Rank:
         """Split the denoisers' forward passes over the lockstep group, and the guidance as the pipeline does it."""
         config, passes = self.config, Passes(1, 1)
         if config.layout.cfg > 1 or config.sequential:
-            passes = self.stage.loop(next(iter(self.stage.recording.answers))).passes
+            passes = self.stage.loop(self.example).passes
         for denoiser in self.denoisers.values():
             if config.layout.lockstep > 1:
                 parallelize(denoiser, self.world.mesh, calls_per_step=passes.calls)
             if config.sequential and passes.stacked == 2:
                 guidance.one_after_the_other(denoiser)
 
-    def _recording(self) -> Recording:
-        """Encode the replica's samples on its first rank, and send what the encoders returned to the others."""
-        world, recording = self.world, None
-        if self.first and world.speaks:
-            recording = self.stage.encode(self.samples or [0], self._answer())
-        return world.share_object(recording, source=0)
+    def _encode(self) -> None:
+        """Encode the replica's samples on its first rank, and send what the encoders returned to the others.
 
-    def _answer(self) -> stand_ins.Answer:
+        Of a manifest, which may have many rows, only one sample of each form; see `_prepare`.
+        """
+        samples, encoders = list(self.samples) or [0], self._encoders()
+        if self.ahead:
+            samples = list({self._form_of(sample): sample for sample in samples}.values())
+        if self.first and self.world.speaks:
+            self.stage.encode(samples, encoders)
+        self.stage.recording = self.world.share_object(self.stage.recording, source=0)
+        self.example, self.kept = samples[0], {*samples, *self._to_decode()}
+        self.encoders = encoders if self.ahead else None
+
+    def _encoders(self) -> stand_ins.Recorder:
         """The encoders themselves, loaded when they are asked; where nothing is encoded, what they might return."""
         config = self.config
         if not (config.encodes and self.samples):
-            return stand_ins.Inventor(config.seed)
-        return stand_ins.Real(lambda name: pipelines.load_part(config, name, self.world.device, self.dtype))
+            return stand_ins.Recorder(stand_ins.Inventor(config.seed))
+        load = partial(pipelines.load_part, config, device=self.world.device, dtype=self.dtype)
+        return stand_ins.Recorder(stand_ins.Real(load))
+
+    def _form_of(self, sample: int) -> Any:
+        """What the messages of a sample depend on: further arguments of its call, if any."""
+        return self.config.of_sample(sample).call
 
     def _origin(self) -> str:
         """The digest of rank 0's origin record, after each other machine has compared its own with it.
@@ -233,7 +249,7 @@ class _Rank:
 
     def _warm_up(self) -> None:
         """Run one of its own steps twice (the first one sets up), on all ranks at once; then the warm-up samples."""
-        sample = next(iter(self.stage.recording.answers))
+        sample = self.example
         seconds: list[float] = []
         predictions: list[Any] = []
 
@@ -242,26 +258,15 @@ class _Rank:
 
         with self.stage.seeing(predictions):
             once(self.stage.denoise(sample, range(0), None))
-        given = self._agree_on_messages(sample, predictions[0])
+        self.exchange = Exchange(self.world, self.stage, self.steps, self._form_of, with_encodings=self.ahead)
+        self.made = self.exchange.learn(predictions[0])
         before = self._sent()
-        once(given)
+        once(self.exchange.example(sample))
         self.log.write("warm", seconds=seconds[-1], sent_bytes=self._sent() - before)
         self._denoise(range(-self.config.warmup_samples, 0), lambda *_: None)
 
     def _sent(self) -> int:
         return sum(sum(sent(denoiser).values()) for denoiser in self.denoisers.values())
-
-    def _agree_on_messages(self, sample: int, prediction: Any) -> Message:
-        """Learn from a rehearsal what the stages before and after hand on; what this one would be given."""
-        stage, solver = self.stage, self.stage.solver.name
-        given = stage.rehearse(sample, range(self.steps.start), prediction)
-        self.incoming = Packing(given, solver)
-        if not self.last:
-            self.outgoing = Packing(stage.rehearse(sample, range(self.steps.stop), prediction), solver)
-        self.made = stage.rehearse(sample, range(self.config.total_steps), prediction).latents.to("meta")
-        self.handoff = Handoff(self.world, self.incoming.size)
-        self.handoff.connect()
-        return given
 
     def _finish(self, sample: int, latents: Tensor) -> None:
         if not self.world.speaks:
@@ -285,7 +290,7 @@ class _Rank:
     def _keep_decoder(self) -> None:
         """Load what decodes samples while others are denoised."""
         given = self.world.device, self.dtype, self.log, self.stage.recording
-        self.maker = self.videos.Maker(self.config, self.run.folder, self.samples, *given)
+        self.maker = self.videos.Maker(self.config, self.run.folder, (), *given)
 
     def _make_videos(self) -> None:
         """Free the UNet, and make this rank's share of the videos that are not made yet."""
@@ -294,7 +299,8 @@ class _Rank:
             fsdp.release(self.denoisers)
             self.denoisers = nn.ModuleDict()
             recording = self.stage.recording
-            del self.stage, self.handoff
+            del self.stage, self.exchange
+            self.encoders = None
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         as_ready = self.config.decode == "as-ready"
@@ -317,18 +323,23 @@ class _Rank:
 
         They come from member 0 of the replica's last stage, the only rank that kept them.
         """
-        team, layout = self.world.team, self.config.layout
-        ranks, source = dist.get_world_size(team), layout.rank(0, layout.pp - 1)
-        share = {}
-        for position, sample in enumerate(self.samples):
+        layout, own, share = self.config.layout, self._to_decode(), {}
+        for sample in self.samples:
             latents = self.finished.pop(sample, None)
             if latents is None:
                 latents = torch.empty_like(self.made, device=self.world.device)
             latents = latents.contiguous()
-            self.world.share(latents, source)
-            if position % ranks == dist.get_rank(team):
+            self.world.share(latents, source=layout.rank(0, layout.pp - 1))
+            if sample in own:
                 share[sample] = latents
         return share
+
+    def _to_decode(self) -> Sequence[int]:
+        """The samples that this rank decodes when all are denoised."""
+        team, config = self.world.team, self.config
+        if config.command != "generate" or config.decode == "as-ready":
+            return ()
+        return self.samples[dist.get_rank(team) :: dist.get_world_size(team)]
 
     def _denoise(self, samples: Sequence[int | None], sink: Sink) -> None:
         """Denoise samples one after another, posting the receive of the next before computing the current one.
@@ -336,39 +347,49 @@ class _Rank:
         None is padding: a sample computed and handed on only because the shard group's other ranks need this rank's
         parameters, and then dropped.
         """
+        computed = [sample if sample is not None and sample >= 0 else self.example for sample in samples]
         if samples and not self.first:
-            self.handoff.expect()
+            self.exchange.expect(computed[0])
         bar = self._progress_bar(samples)
         for position, sample in enumerate(samples):
-            given, waited = None, 0.0
+            own, given, waited = computed[position], None, 0.0
             if not self.first:
-                message, waited = self.handoff.take()
-                given = self.incoming.unpack(message)
+                given, waited = self.exchange.take(own)
                 if position + 1 < len(samples):
-                    self.handoff.expect()
+                    self.exchange.expect(computed[position + 1])
             if sample is not None:
                 self.log.write("take", sample, seconds=waited)
-            made = self._run_stage(sample, given, bar)
+            self._prepare(own, given)
+            made = self.stage.denoise(own, self.steps, given, partial(self._report, sample, bar))
             if not self.last:
-                message = self.outgoing.pack(made)
-                waited = self.handoff.pass_on(message)
+                size, waited = self.exchange.pass_on(own, made)
                 if sample is not None:
-                    self.log.write("send", sample, seconds=waited, size=message.nbytes)
+                    self.log.write("send", sample, seconds=waited, size=size)
             elif sample is not None:
                 sink(sample, made.latents)
-        self.handoff.close()
+            if self.ahead and own not in self.kept:
+                del self.stage.recording[own]
+        self.exchange.close()
         bar.close()
 
-    def _run_stage(self, sample: int | None, given: Message | None, bar: tqdm) -> Message:
-        def report(step: int, seconds: float) -> None:
-            if sample is None:
-                self.log.write("pad", step=step, seconds=seconds)
-            else:
-                self.log.write("step", sample, step, seconds=seconds)
-                bar.update()
+    def _prepare(self, sample: int, given: Message | None) -> None:
+        """Learn what a row's encoders return: on the first stage from them, while later stages denoise the rows before;
+        on others from the message."""
+        recording = self.stage.recording
+        if given is not None and given.encoding is not None:
+            recording[sample] = given.encoding
+        elif sample not in recording:
+            assert self.encoders is not None
+            began = time.perf_counter()
+            self.stage.encode([sample], self.encoders)
+            self.log.write("encode", sample, seconds=time.perf_counter() - began)
 
-        recorded = self.stage.recording.answers
-        return self.stage.denoise(sample if sample in recorded else next(iter(recorded)), self.steps, given, report)
+    def _report(self, sample: int | None, bar: tqdm, step: int, seconds: float) -> None:
+        if sample is None:
+            self.log.write("pad", step=step, seconds=seconds)
+        else:
+            self.log.write("step", sample, step, seconds=seconds)
+            bar.update()
 
     def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
         """Shown on a terminal, by the last stage of the first replica, except in the warm-up."""

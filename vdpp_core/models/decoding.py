@@ -15,7 +15,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.models import pipelines
 from vdpp_core.models.images import Frames
 from vdpp_core.models.stage import NoClock, Recording, Stage
-from vdpp_core.models.stand_ins import Real, StandIn
+from vdpp_core.models.stand_ins import Real, Recorder, StandIn
 from vdpp_core.models.svd import load_decoder
 
 NOT_FINITE = "the decoded frames are not finite: use --dtype fp32 or bf16"
@@ -53,7 +53,8 @@ class OfficialDecoder:
     """What any other pipeline does after its loop, with its VAE. See `Decoder` for the arguments.
 
     Args:
-        recording: what the encoders returned; samples that are not in it are encoded now.
+        samples: those to be encoded now, unless they are in the recording.
+        recording: what the encoders returned; the caller may add samples to it.
     """
 
     def __init__(
@@ -67,9 +68,8 @@ class OfficialDecoder:
     ) -> None:
         self.stage = Stage.around(config, pipelines.denoisers_on_meta(config, dtype), device, dtype, NoClock())
         real = Real(partial(pipelines.load_part, config, device=device, dtype=dtype))
-        if recording is None or not set(samples) <= set(recording.answers):
-            recording = self.stage.encode(samples, real)
-        self.stage.use(recording)
+        self.stage.recording = {} if recording is None else recording
+        self.stage.encode([sample for sample in samples if sample not in self.stage.recording], Recorder(real))
         real.modules = {}  # the encoders are not needed any more
         vae: Any = real.load("vae")
         real.modules["vae"] = vae

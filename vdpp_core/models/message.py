@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
+
+from vdpp_core.models.stand_ins import Answers, moved, replaced
+
+
+class Encoding(NamedTuple):
+    """What the encoders returned for a sample, and how far they drew random numbers.
+
+    Attributes:
+        answers: component -> what it returned, in order.
+        draws: states of the generators when the pipeline began to draw the noise.
+    """
+
+    answers: Answers
+    draws: dict[str, Tensor]
 
 
 @dataclass
@@ -18,11 +32,13 @@ class Message:
         latents: as the pipeline's loop has them.
         memory: of the solver; see `Solver.memory`.
         draws: states of the sample's generator and of torch's own, of those that the loop draws from.
+        encoding: of the sample, where the stages do not know it from before the clock.
     """
 
     latents: Tensor
     memory: dict[str, Any] = field(default_factory=dict)
     draws: dict[str, Tensor] = field(default_factory=dict)
+    encoding: Encoding | None = None
 
 
 class Packing:
@@ -40,39 +56,58 @@ class Packing:
 
     def __init__(self, example: Message, solver: str) -> None:
         self.solver = solver
-        leaves, self.spec = tree_flatten((example.latents, example.memory, example.draws))
-        for leaf in leaves:
+        for leaf in tree_leaves(example.memory):
             if not isinstance(leaf, Tensor | int | float | str | None):
                 raise TypeError(
                     f"{solver} remembers a {type(leaf).__name__}, which cannot be handed on to another rank"
                 )
-        self.example = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
-        tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.order = sorted(tensors, key=lambda number: -leaves[number].element_size())  # so that each is aligned
-        self.size = sum(self.example[number].nbytes for number in self.order)
+        tensors, self.numbers = _tensors(example), _numbers(example)
+        self.devices = [tensor.device for tensor in tensors]
+        self.example = Message(*moved(_parts(example), torch.device("meta")))
+        self.like = _tensors(self.example)
+        self.order = sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size())  # all aligned
+        self.size = sum(tensor.nbytes for tensor in tensors)
 
     def pack(self, message: Message) -> Tensor:
         """The bytes of all tensors, on the latents' device."""
-        leaves, spec = tree_flatten((message.latents, message.memory, message.draws))
-        if spec != self.spec or any(map(self._differs, leaves, self.example)):
+        tensors, device = _tensors(message), message.latents.device
+        if list(map(_looks, tensors)) != list(map(_looks, self.like)) or _numbers(message) != self.numbers:
             raise RuntimeError(f"{self.solver} remembers something else for one sample than for another")
-        device = message.latents.device
-        parts = [leaves[number].to(device).contiguous().reshape(-1).view(torch.uint8) for number in self.order]
+        parts = [tensors[number].to(device).contiguous().reshape(-1).view(torch.uint8) for number in self.order]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def unpack(self, buffer: Tensor) -> Message:
         """The message, whose tensors share the buffer's memory where they are on its device."""
-        leaves, begin = list(self.example), 0
+        tensors, begin = list(self.like), 0
         for number in self.order:
-            like = self.example[number]
+            like = self.like[number]
             part = buffer[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
-            leaves[number] = part.to(self.devices[number])
+            tensors[number] = part.to(self.devices[number])
             begin += like.nbytes
-        return Message(*tree_unflatten(leaves, self.spec))
+        arrived = iter(tensors)
+        return Message(*replaced(_parts(self.example), lambda _: next(arrived)))
 
-    @staticmethod
-    def _differs(leaf: Any, example: Any) -> bool:
-        if isinstance(example, Tensor):
-            return not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (example.shape, example.dtype)
-        return isinstance(leaf, Tensor) or leaf != example
+
+def _parts(message: Message) -> list[Any]:
+    return [message.latents, message.memory, message.draws, message.encoding]
+
+
+def _tensors(message: Message) -> list[Tensor]:
+    """All of them, in a fixed order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    replaced(_parts(message), note)
+    return found
+
+
+def _numbers(message: Message) -> list[Any]:
+    """What the solver counts."""
+    return [leaf for leaf in tree_leaves(message.memory) if not isinstance(leaf, Tensor)]
+
+
+def _looks(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

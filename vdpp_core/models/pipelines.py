@@ -6,10 +6,9 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +18,6 @@ from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.models import svd, weights
 from vdpp_core.models.images import whole_image
 from vdpp_core.models.stand_ins import Answer, StandIn
-
-if TYPE_CHECKING:
-    from vdpp_core.models.stage import Stage
 
 DENOISERS = ("unet", "transformer", "transformer_2")
 OURS = (  # arguments of a pipeline's call that a run sets, or that have no place in one
@@ -38,13 +34,12 @@ class Official:
 
     Attributes:
         stand_ins: component -> what stands for it.
-        once_encoded: called with the pipeline when the encoders' answers are recorded; the arguments that may differ
-            in its calls from then on.
+        once_encoded: arguments that may be others in a call whose encoders only repeat what they returned before.
     """
 
     pipeline: Any
     stand_ins: dict[str, StandIn] = field(default_factory=dict)
-    once_encoded: Callable[[Any], dict[str, Any]] = lambda _: {}
+    once_encoded: dict[str, Any] = field(default_factory=dict)
 
     @property
     def denoisers(self) -> dict[str, nn.Module]:
@@ -53,7 +48,7 @@ class Official:
         return {name: module for name, module in found.items() if module is not None}
 
     def answer(self, answer: Answer) -> None:
-        """Have all stand-ins answer so."""
+        """Have all stand-ins answer with a `Recorder`, `Player`, `Real` or `Inventor`."""
         for stand_in in self.stand_ins.values():
             stand_in.answer = answer
 
@@ -62,9 +57,7 @@ class Official:
         object.__setattr__(self.pipeline, name, module)
 
 
-def around(
-    config: RunConfig, denoisers: dict[str, Any], device: torch.device, dtype: torch.dtype, answer: Answer
-) -> Official:
+def around(config: RunConfig, denoisers: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Official:
     """Make the run's official pipeline around its denoisers; whatever else has weights is a stand-in."""
     if config.is_svd:
         shells = svd.shells(config, denoisers["unet"])
@@ -73,9 +66,9 @@ def around(
         shells = {name: module for name, module in on_meta(config, dtype).items() if name not in DENOISERS}
         pipeline = _load(config, dtype, **denoisers, **shells)
     pipeline.set_progress_bar_config(disable=True)  # the rank shows one
-    official = Official(pipeline, once_encoded=svd.once_encoded if config.is_svd else lambda _: {})
+    official = Official(pipeline, once_encoded=svd.ONCE_ENCODED if config.is_svd else {})
     for name, shell in shells.items():
-        official.stand_ins[name] = StandIn(name, shell, device, dtype, answer)
+        official.stand_ins[name] = StandIn(name, shell, device, dtype)
         official.replace(name, official.stand_ins[name])
     return official
 
@@ -206,21 +199,3 @@ def check(config: RunConfig) -> None:
     for name in needed:
         if getattr(config, name) is None:
             raise ConfigError(name, "", f"{config.pipeline_class} needs one")
-
-
-def without_weights(config: RunConfig, dtype: torch.dtype) -> Stage:
-    """Make a stage of the run whose loop can be gone through for sample 0, without any weights.
-
-    Raises:
-        ConfigError: the pipeline refuses the run's arguments.
-    """
-    from vdpp_core.models.stage import NoClock, Stage
-    from vdpp_core.models.stand_ins import Inventor
-
-    stage = Stage.around(config, denoisers_on_meta(config, dtype), torch.device("cpu"), dtype, NoClock())
-    try:
-        stage.use(stage.encode([0], Inventor(0)))
-    except (ValueError, TypeError) as error:
-        words = in_one_line(str(error))[:300]
-        raise ConfigError("model_id", config.source, f"{config.pipeline_class} refuses the run: {words}") from None
-    return stage

@@ -14,28 +14,14 @@ from torch import Tensor, nn
 
 from vdpp_core.config import RunConfig
 from vdpp_core.models import pipelines
-from vdpp_core.models.message import Message
+from vdpp_core.models.message import Encoding, Message
 from vdpp_core.models.patches import as_asked
 from vdpp_core.models.pipelines import Official
 from vdpp_core.models.solver import Solver
-from vdpp_core.models.stand_ins import Answer, Player, Recorder, moved, replaced, sample_of
+from vdpp_core.models.stand_ins import Player, Recorder, moved, replaced, sample_of
 
+Recording = dict[int, Encoding]  # sample -> what the encoders returned
 Report = Callable[[int, float], None]  # step, seconds
-
-
-@dataclass
-class Recording:
-    """What the encoders returned, and how far they drew random numbers.
-
-    Attributes:
-        outputs: all that they returned.
-        answers: sample -> component -> numbers of those outputs that it returned, in order.
-        draws: sample -> states of the generators when the pipeline began to draw the noise.
-    """
-
-    outputs: list[Any]
-    answers: dict[int, dict[str, list[int]]]
-    draws: dict[int, dict[str, Tensor]]
 
 
 class Call(NamedTuple):
@@ -129,6 +115,9 @@ class Draws:
 class Stage:
     """Runs consecutive steps of samples through the official pipeline.
 
+    A sample is encoded once, on any stage; `recording` holds what the encoders returned for those that a stage denoises
+    or decodes.
+
     Args:
         arguments: sample -> arguments of the pipeline's call, with `num_inference_steps`.
         seed: sample -> seed of its generator, which is on the CPU, so that it is the same on every type of device.
@@ -145,7 +134,9 @@ class Stage:
         self.device = self.pipeline._execution_device
         self.arguments, self.seed, self.stopwatch = arguments, seed, stopwatch
         self.total_steps = arguments(0)["num_inference_steps"]
-        self.encoding = False
+        self.encoding, self.player = False, Player()
+        self.recording: Recording = {}
+        official.answer(self.player)
         self.solver = Solver(self.pipeline.scheduler, self.total_steps)
         official.replace("scheduler", self.solver.scheduler)
         official.replace("progress_bar", self._loop_begins)
@@ -156,32 +147,23 @@ class Stage:
         cls, config: RunConfig, denoisers: dict[str, Any], device: torch.device, dtype: torch.dtype, stopwatch: Clock
     ) -> Stage:
         """A stage of a run, around its denoisers."""
-        official = pipelines.around(config, denoisers, device, dtype, Player([]))
+        official = pipelines.around(config, denoisers, device, dtype)
 
         def arguments(sample: int) -> dict[str, Any]:
             return pipelines.call_arguments(config.of_sample(sample))
 
         return cls(official, arguments, config.seed_of, stopwatch)
 
-    def encode(self, samples: Sequence[int], answer: Answer) -> Recording:
+    def encode(self, samples: Sequence[int], encoders: Recorder) -> None:
         """Run all that comes before the first step, for each sample, and record what the encoders answer."""
-        recorder = Recorder(answer)
-        self.official.answer(recorder)
-        answers: dict[int, dict[str, list[int]]] = {}
-        draws: dict[int, dict[str, Tensor]] = {}
+        self.official.answer(encoders)
         self.encoding = True
         for sample in samples:
-            recorder.answers = answers[sample] = {}
+            answers = encoders.start()
             self._call(sample, range(0), None)
-            draws[sample] = self.draws.at_noise
+            self.recording[sample] = Encoding(answers, self.draws.at_noise)
         self.encoding = False
-        return Recording(recorder.outputs, answers, draws)
-
-    def use(self, recording: Recording) -> None:
-        """Answer for the encoders with what was recorded, from now on."""
-        self.recording, self.player = recording, Player(recording.outputs)
         self.official.answer(self.player)
-        self.known = self.official.once_encoded(self.pipeline)
 
     def denoise(self, sample: int, steps: range, given: Message | None, report: Report = lambda *_: None) -> Message:
         """Do these steps of a recorded sample.
@@ -195,13 +177,13 @@ class Stage:
             report(step, self.stopwatch.stop())
             self.stopwatch.start()
 
-        self.player.play(self.recording.answers[sample])
+        self.player.play(self.recording[sample].answers)
         latents, draws = self._call(sample, steps, given, done)
         return Message(latents, self.solver.memory(), draws)
 
     def decode(self, sample: int, latents: Tensor) -> Any:
         """What the pipeline makes of finished latents: frames as an array (B, F, height, width, 3) from 0 to 1."""
-        self.player.play(self.recording.answers[sample])
+        self.player.play(self.recording[sample].answers)
         after = range(self.total_steps, self.total_steps)
         return self._call(sample, after, Message(latents), output_type="np")[0]
 
@@ -220,7 +202,7 @@ class Stage:
         with torch.random.fork_rng(on_cuda):
             self.draws = Draws(self.seed(sample), self.device)
             made = self.pipeline(
-                **self.arguments(sample) | ({} if self.encoding else self.known),
+                **self.arguments(sample) | ({} if self.encoding else self.official.once_encoded),
                 generator=None if self.device.type == "meta" else self.draws.sources["sample"],
                 output_type=output_type,
                 return_dict=False,
@@ -232,7 +214,7 @@ class Stage:
         if self.encoding:
             self.draws.at_noise = self.draws.now()
         else:
-            self.draws.set(self.recording.draws[self.sample])
+            self.draws.set(self.recording[self.sample].draws)
         made = type(self.pipeline).prepare_latents(self.pipeline, *args, **kwargs)
         if self.given is None:
             return made
@@ -248,11 +230,15 @@ class Stage:
         """Do steps without the denoisers, which predict zeros: a message that looks like one of these steps.
 
         Args:
-            prediction: what a denoiser returned, for its form.
+            prediction: what a denoiser returned, for its form; of another sample, it may be of another batch size.
             report: as of `denoise`.
         """
-        zeros = replaced(prediction, torch.zeros_like)
-        with self._predicting(lambda *_, **__: zeros):
+
+        def zeros(_name: str, *args: Any, **kwargs: Any) -> Any:
+            batch = len(sample_of(args, kwargs))
+            return replaced(prediction, lambda like: like.new_zeros(batch, *like.shape[1:]))
+
+        with self._predicting(zeros):
             return self.denoise(sample, steps, None, report)
 
     def loop(self, sample: int) -> Loop:

@@ -17,21 +17,23 @@ from torch.utils._pytree import tree_leaves
 
 Answer = Callable[["StandIn", str, tuple, dict[str, Any]], Any]  # who is asked, method, arguments -> what it returns
 VALUE = "value"  # asked for instead of a method: an attribute's value
+MOST_KNOWN = 256  # answers that a Recorder does not ask for again
 METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 
 
 class StandIn(nn.Module):
-    """Has a module's configuration, type, device and attributes, and asks `answer` for what it returns.
+    """Has a module's configuration, type, device and attributes, and asks `answer`, set later, for what it returns.
 
     Args:
         name: of the pipeline's component.
         shell: the module on the meta device.
-        answer: a `Recorder`, `Player`, `Real` or `Inventor`.
     """
 
-    def __init__(self, name: str, shell: nn.Module, device: torch.device, dtype: torch.dtype, answer: Answer) -> None:
+    answer: Answer
+
+    def __init__(self, name: str, shell: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.name, self.answer = name, answer
+        self.name = name
         self.__dict__["shell"] = shell  # not a child: it stays on the meta device
         self.looks = nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad=False)
 
@@ -61,40 +63,41 @@ class StandIn(nn.Module):
         return found
 
 
-class Recorder:
-    """Has another answer, and keeps what it returned in host memory; equal questions are asked once.
+Answers = dict[str, list[Any]]  # component -> what it returned for a sample, in order
 
-    `answers` is what each component returned for the sample, in order: numbers of `outputs`.
-    """
+
+class Recorder:
+    """Has another answer, and keeps what it returned in host memory; equal questions are asked once."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.outputs: list[Any] = []
-        self.answers: dict[str, list[int]] = {}
-        self.known: dict[str, int] = {}
+        self.known: dict[str, Any] = {}
+        self.start()
+
+    def start(self) -> Answers:
+        """Begin with the answers for another sample, and return the dictionary that is to hold them."""
+        self.answers: Answers = {}
+        return self.answers
 
     def __call__(self, asked: StandIn, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         key = digest(asked.name, method, asked.dtype, args, kwargs)
         if key not in self.known:
-            self.known[key] = len(self.outputs)
-            self.outputs.append(moved(self.answer(asked, method, args, kwargs), torch.device("cpu")))
+            if len(self.known) == MOST_KNOWN:
+                self.known.clear()
+            self.known[key] = moved(self.answer(asked, method, args, kwargs), torch.device("cpu"))
         self.answers.setdefault(asked.name, []).append(self.known[key])
-        return moved(self.outputs[self.known[key]], asked.device)
+        return moved(self.known[key], asked.device)
 
 
 class Player:
     """Answers with what was recorded, in the same order."""
 
-    def __init__(self, outputs: list[Any]) -> None:
-        self.outputs = outputs
-        self.play({})
-
-    def play(self, answers: dict[str, list[int]]) -> None:
+    def play(self, answers: Answers) -> None:
         """Start at the first of a sample's answers."""
-        self.answers = {name: iter(numbers) for name, numbers in answers.items()}
+        self.answers = {name: iter(recorded) for name, recorded in answers.items()}
 
     def __call__(self, asked: StandIn, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return moved(self.outputs[next(self.answers[asked.name])], asked.device)
+        return moved(next(self.answers[asked.name]), asked.device)
 
 
 class Real:
@@ -159,7 +162,8 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = {name: replaced(item, change) for name, item in value.items()}
         return type(value)(**changed) if hasattr(value, "to_tuple") else changed
     if isinstance(value, list | tuple):
-        return type(value)(replaced(item, change) for item in value)
+        items = [replaced(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value).__module__.startswith("diffusers"):  # a distribution of latents
         made = object.__new__(type(value))
         vars(made).update({name: replaced(item, change) for name, item in vars(value).items()})

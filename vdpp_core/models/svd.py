@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
 
 ENCODERS = ("vae", "image_encoder")
+# The pipeline would keep the image at full size, and as much noise, on the device through its loop. Encoders that only
+# repeat what they returned for the real image can do with a tiny one.
+TINY = torch.zeros(1, 3, 1, 1, device="cpu")  # also where this is imported for the meta device
+ONCE_ENCODED = {"image": TINY}
 
 
 def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
@@ -89,16 +93,14 @@ def pipeline(config: RunConfig, **given: Any) -> StableVideoDiffusionPipeline:
 
         do_classifier_free_guidance = config.guidance_scale > 1
 
-    return Pipeline(scheduler=scheduler, feature_extractor=extractor, **given)
+    made = Pipeline(scheduler=scheduler, feature_extractor=extractor, **given)
+    prepare = made.video_processor.preprocess
 
+    def prepare_unless_tiny(image: Any, *args: Any, **kwargs: Any) -> Any:
+        return image if image is TINY else prepare(image, *args, **kwargs)
 
-def once_encoded(pipeline: Any) -> dict[str, Any]:
-    """Have the pipeline prepare a tiny image for encoders that only repeat what they returned for the real one.
-
-    The pipeline would keep the image at full size, and as much noise, on the device through its loop.
-    """
-    pipeline.video_processor.preprocess = lambda *_, **__: torch.zeros(1, 3, 1, 1)
-    return {"image": torch.zeros(1, 3, 8, 8)}
+    made.video_processor.preprocess = prepare_unless_tiny
+    return made
 
 
 def _has_pipeline(config: RunConfig) -> bool:

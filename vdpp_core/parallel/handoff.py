@@ -19,15 +19,12 @@ from vdpp_core.parallel.world import World, communication
 class Handoff:
     """Both ends of one stage: it receives from the stage before and sends to the stage after.
 
-    Args:
-        size: bytes of a message from the stage before.
-
     Raises:
         LostRankError: in any method, if the neighbour is gone.
     """
 
-    def __init__(self, world: World, size: int) -> None:
-        self.group, self.device, self.size = world.stages, world.device, size
+    def __init__(self, world: World) -> None:
+        self.group, self.device = world.stages, world.device
         stage, stages = world.place.stage, dist.get_world_size(self.group)
         self.before = stage - 1 if stage > 0 else None
         self.after = stage + 1 if stage + 1 < stages else None
@@ -45,11 +42,11 @@ class Handoff:
             with communication(self.ranks[self.after]):
                 dist.send(hand, group=self.group, group_dst=self.after)
 
-    def expect(self) -> None:
-        """Post the receive of the next sample's message."""
+    def expect(self, size: int) -> None:
+        """Post the receive of the next sample's message, of `size` bytes."""
         assert self.before is not None
         assert self.expected is None
-        message = torch.empty(self.size, device=self.device, dtype=torch.uint8)
+        message = torch.empty(size, device=self.device, dtype=torch.uint8)
         with communication(self.ranks[self.before]):
             work = dist.irecv(message, group=self.group, group_src=self.before)
         assert work is not None

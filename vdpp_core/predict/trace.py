@@ -245,7 +245,7 @@ def before_step(
         arrives: called with each tensor on the meta device that stands for one which the pipeline has passed on.
     """
     from vdpp_core.models.stage import Stage
-    from vdpp_core.models.stand_ins import Inventor
+    from vdpp_core.models.stand_ins import Inventor, Recorder
     from vdpp_core.parallel import guidance
 
     for denoiser in denoisers.values():
@@ -256,7 +256,7 @@ def before_step(
     stage = Stage.around(config, denoisers, pipeline_device(config), dtype, marks)
     if config.is_svd:
         _without_pixels(stage, config)
-    stage.use(stage.encode([0], Inventor(0)))
+    stage.encode([0], Recorder(Inventor(0)))
     return stage
 
 
