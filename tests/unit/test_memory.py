@@ -77,10 +77,9 @@ def test_what_activations_depend_on(change, least, most):
     assert least <= ratio <= most
 
 
-def test_more_samples_need_more_conditioning_and_nothing_else():
-    one, many = memory.predict(medium(num_samples=1)), memory.predict(medium(num_samples=101))
-    assert many.latents - one.latents == 100 * 2 * 4 * 16 * 16 * 4
-    assert (many.parameters, many.activations) == (one.parameters, one.activations)
+def test_more_samples_need_no_more_memory():
+    """What the encoders returned for them is in host memory."""
+    assert memory.predict(medium(num_samples=101)) == memory.predict(medium(num_samples=1))
 
 
 def test_a_chunk_that_can_be_decoded():
@@ -90,13 +89,6 @@ def test_a_chunk_that_can_be_decoded():
     assert facts["decode_chunk_size_that_fits"] == 6
     assert memory.report(config, 30)["decode_chunk_size_that_fits"] == 25
     assert memory.report(medium(), 30)["decode_chunk_size_that_fits"] is None
-
-
-def test_all_ranks_in_step_hold_one_sample_s_company():
-    """The rank whose samples count holds the conditioning of all of them."""
-    sharded = medium(parallel=Parallel(dp=4, fsdp=True), num_samples=8)
-    apart, together = (memory.predict(sharded.replace(fsdp_same_sample=same)) for same in (False, True))
-    assert together.latents - apart.latents == 6 * 2 * 4 * 16 * 16 * 4
 
 
 def test_sharded_steps_leave_nothing_behind():
@@ -221,7 +213,7 @@ def test_the_command(capsys):
     said = capsys.readouterr().out
     for words in (
         "dp 7 × fsdp",
-        "20.465 GB per rank",
+        "20.492 GB per rank",
         "down_blocks.2.attentions.0, 0.201 GB",
         "the steps fit in 25.43 GB (23.68 GiB), but decoding",
     ):

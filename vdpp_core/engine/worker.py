@@ -256,6 +256,7 @@ class _Rank:
         def once(given: Message) -> None:
             self.stage.denoise(sample, self.steps[:1], given, lambda _, step_s: seconds.append(step_s))
 
+        self.stage.make_room(sample)
         with self.stage.seeing(predictions):
             once(self.stage.denoise(sample, range(0), None))
         self.exchange = Exchange(self.world, self.stage, self.steps, self._form_of, with_encodings=self.ahead)

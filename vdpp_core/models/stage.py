@@ -247,12 +247,21 @@ class Stage:
 
         def see(name: str, *args: Any, **kwargs: Any) -> Any:
             loop.calls.append(Call(name, self.solver.taken, *moved((args, kwargs), torch.device("meta"))))
-            given = sample_of(args, kwargs)
-            return as_asked(given.new_zeros(len(given), *loop.latents.shape[1:]), kwargs.get("return_dict", True))
+            return _zeros(loop.latents, args, kwargs)
 
         with self._predicting(see):
             self.denoise(sample, range(self.total_steps), None)
         return loop
+
+    def make_room(self, sample: int) -> None:
+        """Do two steps of a recorded sample without the denoisers, before these are first called.
+
+        PyTorch's caching allocator then has blocks of the right size for what the pipeline keeps from step to step.
+        Otherwise some of it lies in blocks that a denoiser's largest layers have left, and these need new ones.
+        """
+        latents = self.denoise(sample, range(0), None).latents
+        with self._predicting(lambda _, *args, **kwargs: _zeros(latents, args, kwargs)):
+            self.denoise(sample, range(min(2, self.total_steps)), None)
 
     @contextmanager
     def _predicting(self, predict: Callable[..., Any]) -> Iterator[None]:
@@ -278,6 +287,12 @@ class Stage:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _zeros(latents: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A prediction for these arguments of a denoiser."""
+    given = sample_of(args, kwargs)
+    return as_asked(given.new_zeros(len(given), *latents.shape[1:]), kwargs.get("return_dict", True))
 
 
 class _Answering(nn.Module):

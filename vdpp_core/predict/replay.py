@@ -11,7 +11,6 @@ from vdpp_core.predict.allocator import MIB, Block, CachingAllocator, FullError
 from vdpp_core.predict.trace import Event, Trace, Unit
 
 PARTS = ("parameters", "activations", "gathered", "latents")
-STEPS = 3  # by then fragmentation has settled
 RESOLUTION = 16 * MIB
 _APART = 10**9  # more than there are keys
 
@@ -63,9 +62,7 @@ def peak(trace: Trace, shards: int = 1, offload: bool = False) -> Peak:
 
 
 def play(trace: Trace, shards: int, offload: bool, capacity: float) -> CachingAllocator:
-    """Replay loading the parameters and STEPS steps on an allocator of `capacity` bytes.
-
-    The latents that a step leaves live until the next step ends.
+    """Replay loading the parameters and all events of a trace on an allocator of `capacity` bytes.
 
     Raises:
         FullError: a request cannot be met.
@@ -73,17 +70,12 @@ def play(trace: Trace, shards: int, offload: bool, capacity: float) -> CachingAl
     allocator = CachingAllocator(capacity)
     for rows, size in () if offload else trace.parameters.rows:
         allocator.allocate(-(-rows // shards) * size)
-    left: list[Block] = []
-    for step in range(STEPS):
-        alive: dict[int, Block] = {}
-        for event in gathering(trace, shards, offload, again=step > 0):
-            if event.what == "alloc":
-                alive[event.key] = allocator.allocate(event.size, event.stream)
-            elif event.what == "free":
-                allocator.free(alive.pop(event.key))
-        for block in left:
-            allocator.free(block)
-        left = list(alive.values()) if step > 0 else []  # conditioning and root, which came with the first, stay
+    alive: dict[int, Block] = {}
+    for event in gathering(trace, shards, offload):
+        if event.what == "alloc":
+            alive[event.key] = allocator.allocate(event.size, event.stream)
+        elif event.what == "free":
+            allocator.free(alive.pop(event.key))
     return allocator
 
 
@@ -101,23 +93,19 @@ def room_needed(trace: Trace, shards: int, offload: bool) -> int:
     return most
 
 
-def gathering(trace: Trace, shards: int, offload: bool = False, again: bool = False) -> Iterator[Event]:
+def gathering(trace: Trace, shards: int, offload: bool = False) -> Iterator[Event]:
     """The events of a trace and, with sharded parameters, those that FSDP2 adds.
 
     FSDP2 gathers the next unit in advance into a buffer of the communication stream, copies each parameter out of it,
     and frees the buffer once the next unit has been copied. The root stays gathered. Source: PyTorch,
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (unshard, wait_for_unshard, reshard).
-
-    Args:
-        again: a later step, without the prelude and with the root already gathered.
     """
-    events = trace.events[trace.prelude if again else 0 :]
     if shards == 1:
-        yield from events
+        yield from trace.events
         return
     keys = itertools.count(-1, -1)  # those of the trace are positive
     arriving: dict[int, int] = {}
-    whole: dict[int, list[Event]] = {0: []} if again else {}
+    whole: dict[int, list[Event]] = {}
     copied_from: int | None = None
 
     def ask(unit: int) -> Iterator[Event]:
@@ -129,7 +117,7 @@ def gathering(trace: Trace, shards: int, offload: bool = False, again: bool = Fa
             if offload:
                 yield Event("free", arriving[unit] * _APART)
 
-    for event in events:
+    for event in trace.events:
         if event.what == "enter":
             unit = event.key
             yield from ask(unit)

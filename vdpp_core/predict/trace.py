@@ -31,6 +31,7 @@ META, HOST = torch.device("meta"), torch.device("cpu")
 CLIP_SIZE = 224  # pixels a side, to which the pipeline brings an image for its encoder
 MOST_REMEMBERED = 20_000  # a step of the published UNet adds some 700
 MOST_CHUNKS = 256  # more chunks hardly raise the peak
+STEPS = 3  # by then fragmentation has settled
 
 
 class Event(NamedTuple):
@@ -62,7 +63,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a rank allocates: parameters as they are loaded, then `events`, the first `prelude` of them only once.
+    """What a rank allocates: parameters as they are loaded, then `events`.
 
     The first of `units` is the root: the parameters that belong to no other unit.
     """
@@ -70,7 +71,6 @@ class Trace:
     parameters: Unit
     units: tuple[Unit, ...]
     events: tuple[Event, ...]
-    prelude: int = 0
 
 
 class Remembering(TorchDispatchMode):
@@ -290,7 +290,7 @@ def _enter_meta(denoiser: nn.Module, arrives: Callable[[Tensor], None]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def step(config: RunConfig, dtype: torch.dtype) -> Trace:
-    """Trace a denoising step of a rank: what the pipeline makes before its loop, then the first turn of the loop.
+    """Trace denoising steps of a rank: what the pipeline makes before its loop, then STEPS turns of the loop.
 
     About a second for the published UNet. No weights are read; model svd needs no download.
     """
@@ -304,17 +304,11 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     recorder = _Recorder(list(denoisers.parameters()), pipeline_device(config))
     marks = Marks(recorder.events)
     stage = before_step(config, dict(denoisers), dtype, marks, recorder.leave_out)
-    encoded = len(marks.begun)
     with _FusedAttention(), Remembering(), recorder, recorder.watching(denoisers.values(), pieces):
-        stage.denoise(0, range(1), None)
-    prelude, end = marks.begun[encoded], marks.ended[0]
-    kept = {event.key for event in recorder.events[:prelude] if event.what == "alloc"}  # is there for all steps
-    events = tuple(
-        event
-        for at, event in enumerate(recorder.events[:end])
-        if at < prelude or event.what != "free" or event.key not in kept
-    )
-    return Trace(_unit("", list(denoisers.parameters())), _units(denoisers, pieces), events, prelude)
+        stage.make_room(0)
+        stage.denoise(0, range(STEPS), None)
+    events = tuple(recorder.events[: marks.ended[STEPS + 1]])
+    return Trace(_unit("", list(denoisers.parameters())), _units(denoisers, pieces), events)
 
 
 def _units(denoisers: nn.ModuleDict, pieces: list[nn.Module]) -> tuple[Unit, ...]:
