@@ -56,7 +56,7 @@ try:
         try:
             net(torch.ones(5000, 1000))
         except RuntimeError as error:
-            full = device.explain(error, net, "warming up")
+            full = device.explain(error, torch.nn.ModuleDict({"unet": net}), "warming up")
             raise
 except RuntimeError:
     print(json.dumps(full.facts | {"words": str(full)}))

@@ -65,7 +65,7 @@ def test_all_members_of_a_group_agree_on_it(size: int) -> None:
         for rank in range(size):
             with rank_of(layout, rank) as world:
                 found.append(groups_of(world))
-                handoff = Handoff(world, 1)
+                handoff = Handoff(world)
                 before, after = (None if one is None else handoff.ranks[one] for one in (handoff.before, handoff.after))
                 neighbours.append({"before": before, "after": after})
         for rank, own in enumerate(found):

@@ -211,13 +211,15 @@ def test_a_model_may_move_but_is_not_replaced_by_another(of_an_image, tmp_path, 
 
 
 def test_a_hub_model_counts_by_its_revision(monkeypatch):
-    revisions = iter(["aaaa", "bbbb"])
-    monkeypatch.setattr(
-        "huggingface_hub.try_to_load_from_cache",
-        lambda repository, name: f"/cache/models--{repository}/snapshots/{next(revisions)}/{name}",
-    )
+    def cached(revision):
+        place = f"/cache/models--somebody--some-svd/snapshots/{revision}"
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda _, name: f"{place}/{name}")
+
+    cached("aaaa")
     config = RunConfig(model_id="somebody/some-svd").for_ranks(1)
-    before, now = of(config), of(config)
+    before = of(config)
+    cached("bbbb")
+    now = of(config)
     assert before.samples.model == {"revision": "aaaa"}
     with pytest.raises(ConfigError, match="run one: model somebody/some-svd was at revision aaaa and is at bbbb now"):
         origin.check(before, now, "one")

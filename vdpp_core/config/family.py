@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ def pipeline_class(model_id: str | None) -> str:
     """
     if model_id is None:
         return SVD
-    path = Path(model_id).expanduser() / "model_index.json"
-    if not path.is_file():
+    path = Path(os.path.expanduser(model_id), "model_index.json")
+    if not os.path.isfile(path):  # Path.is_file fails for names that are too long
         import huggingface_hub as hub
 
         try:

@@ -79,11 +79,26 @@ def kind(config: RunConfig) -> Any:
 
 
 def parts(config: RunConfig) -> dict[str, Any]:
-    """Component -> class, of those with weights."""
+    """Component -> class, of those with weights.
+
+    Raises:
+        ConfigError: a class is neither diffusers' nor transformers'.
+    """
     index = json.loads((folder(config) / "model_index.json").read_bytes())
     places = {name: place for name, place in index.items() if isinstance(place, list) and place[0]}
-    classes = {name: getattr(importlib.import_module(place[0]), place[1]) for name, place in places.items()}
+    classes = {name: _named(config, name, *place) for name, place in places.items()}
     return {name: found for name, found in classes.items() if issubclass(found, nn.Module)}
+
+
+def _named(config: RunConfig, name: str, library: str, kind: str) -> type:
+    """A component's class: of diffusers, of transformers, or of one of diffusers' pipelines."""
+    if library not in ("diffusers", "transformers"):
+        library = f"diffusers.pipelines.{library}"
+    try:
+        return getattr(importlib.import_module(library), kind)
+    except (ImportError, AttributeError):
+        allowed = f"must have parts of diffusers and transformers, not code of its own ({name}: {library}.{kind})"
+        raise ConfigError("model_id", config.source, allowed) from None
 
 
 def on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -78,23 +77,16 @@ class World:
                 dist.broadcast(tensor, group=self.team, group_src=source)
 
     def share_object(self, made: Any, source: int) -> Any:
-        """Give all of the team what member `source` made; the others pass None. Tensors arrive on the CPU.
+        """Give all of the team what member `source` made, whose tensors must be on the CPU; what others pass is dropped.
 
         Raises:
             LostRankError: another rank is gone.
         """
-        if dist.get_world_size(self.team) == 1:
-            return made
-        file = io.BytesIO()
-        torch.save(made, file)
-        data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        size = torch.tensor([len(data)], device=self.device)
-        self.share(size, source)
-        if dist.get_rank(self.team) != source:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        data = data.to(self.device)
-        self.share(data, source)
-        return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=False)
+        shared = [made]
+        if dist.get_world_size(self.team) > 1:
+            with communication(dist.get_global_rank(self.team, source)):
+                dist.broadcast_object_list(shared, group=self.team, group_src=source, device=self.device)
+        return shared[0]
 
 
 @contextmanager
