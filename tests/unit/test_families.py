@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 
 from tests.families import FAMILIES, folder, official
+from vdpp_core.config import RunConfig
+from vdpp_core.engine import worker
+from vdpp_core.runs.run import Run
 
 STEPS = 3
 
@@ -52,3 +58,19 @@ def test_a_folder_is_made_of_the_same_bytes_each_time(name, tmp_path):
     first = digests(tmp_path / "first")
     torch.rand(1)
     assert first == digests(tmp_path / "second")
+
+
+def test_a_model_of_the_hub_is_taken_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "models--somebody--wan"
+    shutil.copytree(folder("wan"), place / "snapshots" / "abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    call = {"prompt": "a red ball", "height": 32, "width": 48, "num_frames": 9}
+    config = RunConfig(model_id="somebody/wan", total_steps=2, threads=1, save_latents=True, **call)
+    found = [
+        Run(worker.run(config.replace(model_id=model, output_dir=tmp_path / name))).load_latents(0)
+        for name, model in (("hub", "somebody/wan"), ("folder", str(folder("wan"))))
+    ]
+    assert torch.equal(*found)

@@ -23,7 +23,7 @@ from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.config.errors import redacted
 from vdpp_core.config.fields import MODELS
 from vdpp_core.engine import preflight
-from vdpp_core.models import svd
+from vdpp_core.models import pipelines
 from vdpp_core.runs import results, runfolder
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.run import Run
@@ -159,7 +159,7 @@ def test_code_that_comes_with_a_model_is_not_executed(model):
         settings.write_text(json.dumps(json.loads(settings.read_text()) | named))
     config = RunConfig(command="generate", model_id=str(model), device="cpu").for_ranks(1)
     preflight.check(config, 1)
-    assert svd.load_official(config, torch.device("cpu"), torch.float32).image_encoder is not None
+    assert pipelines.load_official(config, torch.device("cpu"), torch.float32).image_encoder is not None
 
 
 def written(folder):

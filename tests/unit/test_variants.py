@@ -16,7 +16,8 @@ from huggingface_hub.utils import filter_repo_objects
 from tests.conftest import official_pipeline
 from vdpp_core import ConfigError, RunConfig
 from vdpp_core.config.fields import MODELS
-from vdpp_core.models import svd, weights
+from vdpp_core.models import pipelines, svd, weights
+from vdpp_core.models.decoding import NOT_TO_DECODE
 
 CPU = torch.device("cpu")
 PARTS = ("unet", "vae", "image_encoder")
@@ -76,9 +77,9 @@ def test_no_file_is_asked_for_that_is_not_there(
 ) -> None:
     config = RunConfig(command="generate", model_id=str(models[name]))
     capfd.readouterr()
-    pipeline = svd.load_official(config, CPU, dtype)
+    pipeline = pipelines.load_official(config, CPU, dtype)
     unet = svd.load_unet(config, CPU, dtype)
-    decoder = svd.load_decoder(config, CPU, dtype)
+    decoder = pipelines.load_official(config, CPU, dtype, without=NOT_TO_DECODE)
     assert "An error occurred" not in capfd.readouterr().err
     assert {getattr(pipeline, part).dtype for part in PARTS} == {unet.dtype, decoder.vae.dtype} == {dtype}
     once = torch.float16 if name in ("half", "mixed") or (name == "both" and dtype != torch.float32) else torch.float32
@@ -110,7 +111,7 @@ def test_of_the_hub_only_that_variant_is_downloaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = RunConfig(command="generate", model_id=f"somebody/{name}")
-    assert svd.load_official(config, CPU, dtype).dtype == dtype
+    assert pipelines.load_official(config, CPU, dtype).dtype == dtype
     for part in PARTS:
         (one,) = (a_hub / part).glob("*.safetensors")
         wanted_half = name == "half" or (name == "mixed" and part == "unet")

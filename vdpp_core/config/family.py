@@ -4,36 +4,45 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 SVD = "StableVideoDiffusionPipeline"
+INDEX = "model_index.json"
 
 
 def pipeline_class(model_id: str | None) -> str:
-    """Name of the diffusers class that loads a model: a folder, or a hub name whose settings are in the cache.
+    """Name of the diffusers class that loads a model: a folder, or the name of one on the hub.
 
-    The package's own models are Stable Video Diffusions; so is whatever does not say what it is.
+    The package's own models are Stable Video Diffusions; so is whatever does not say what it is. The check of its files
+    reports that.
     """
     if model_id is None:
         return SVD
-    path = Path(os.path.expanduser(model_id), "model_index.json")
-    if not os.path.isfile(path):  # Path.is_file fails for names that are too long
-        import huggingface_hub as hub
-
-        try:
-            cached = hub.try_to_load_from_cache(model_id, path.name)
-        except ValueError:  # no hub name either; reported where the model is checked
-            return SVD
-        path = Path(cached) if isinstance(cached, str) else path
-    return str(_index(path).get("_class_name", SVD))
+    index = _read(Path(model_id).expanduser() / INDEX) or _from_hub(model_id)
+    return str(index.get("_class_name", SVD))
 
 
-@functools.lru_cache(maxsize=32)
-def _index(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+@functools.lru_cache(maxsize=32)
+def _from_hub(model_id: str) -> dict[str, Any]:
+    """The index of a model on the hub; downloaded, if it is not in the cache. The hub is asked once in a process."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    # a malformed name; the last depends on the HTTP library of the hub client
+    unreachable: tuple[type[BaseException], ...] = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
+    try:
+        if isinstance(cached := hub.try_to_load_from_cache(model_id, INDEX), str):
+            return _read(Path(cached))
+        hub.get_hf_file_metadata(hub.hf_hub_url(model_id, INDEX), timeout=10)  # fails at once, without another try
+        return _read(Path(hub.hf_hub_download(model_id, INDEX)))
+    except unreachable:
+        return {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vdpp_core.config import RunConfig
 from vdpp_core.engine import media
-from vdpp_core.models import images, pipelines, svd
+from vdpp_core.models import images, pipelines
 from vdpp_core.models.decoding import Decoder, OfficialDecoder, decode, to_bytes
 from vdpp_core.models.images import Frames
 from vdpp_core.models.stage import Recording
@@ -137,7 +137,7 @@ class Official:
 
     def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
-        self.pipeline = (svd.load_official if config.is_svd else pipelines.load_official)(config, device, dtype)
+        self.pipeline = pipelines.load_official(config, device, dtype)
 
     def generate(self, sample: int, step_done: Callable[[int], None]) -> tuple[Tensor, Frames]:
         """Generate a sample: latents before decoding, and frames (B, F, height, width, 3).

@@ -16,8 +16,8 @@ from vdpp_core.models import pipelines
 from vdpp_core.models.images import Frames
 from vdpp_core.models.stage import NoClock, Recording, Stage
 from vdpp_core.models.stand_ins import Real, Recorder, StandIn
-from vdpp_core.models.svd import load_decoder
 
+NOT_TO_DECODE = ("unet", "image_encoder", "scheduler", "feature_extractor")
 NOT_FINITE = "the decoded frames are not finite: use --dtype fp32 or bf16"
 
 
@@ -29,7 +29,7 @@ class Decoder:
     """
 
     def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype, chunk_done: Callable[[], None]):
-        self.pipeline = load_decoder(config, device, dtype)
+        self.pipeline = pipelines.load_official(config, device, dtype, without=NOT_TO_DECODE)
         self.chunk_size, self.num_frames = config.decode_chunk_size, config.shape[2]
         vae = self.pipeline.vae
         if vae.dtype == torch.float16 and vae.config.force_upcast:

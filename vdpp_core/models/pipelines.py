@@ -25,6 +25,7 @@ OURS = (  # arguments of a pipeline's call that a run sets, or that have no plac
     *("image", "prompt", "negative_prompt", "height", "width", "num_frames"),
     *("callback_on_step_end", "callback_on_step_end_tensor_inputs"),
 )
+SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]  # tokenizers, too
 NEEDED = ("latents", "output_type", "generator", "num_inference_steps")
 
 
@@ -64,7 +65,7 @@ def around(config: RunConfig, denoisers: dict[str, Any], device: torch.device, d
         pipeline = svd.pipeline(config, **denoisers, **shells)
     else:
         shells = {name: module for name, module in on_meta(config, dtype).items() if name not in DENOISERS}
-        pipeline = _load(config, dtype, **denoisers, **shells)
+        pipeline = svd.load_whole(kind(config), folder(config), dtype, None, **denoisers, **shells)
     pipeline.set_progress_bar_config(disable=True)  # the rank shows one
     official = Official(pipeline, once_encoded=svd.ONCE_ENCODED if config.is_svd else {})
     for name, shell in shells.items():
@@ -147,25 +148,24 @@ def load_part(config: RunConfig, name: str, device: torch.device, dtype: torch.d
     return svd.load_whole(parts(config)[name], place, dtype, weights.variant(place, dtype)).to(device).eval()
 
 
-def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """Load the official pipeline as any user would, without anything of ours in it."""
-    pipeline = _load(config, dtype).to(device)
+def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype, without: tuple[str, ...] = ()) -> Any:
+    """Load the official pipeline as any user would, without anything of ours in it, or only some of its components."""
+    places = [svd.weights_folder(config, dtype, name) for name in parts(config) if name not in without]
+    variant = next(filter(None, (weights.variant(place, dtype) for place in places)), None)  # for those that have it
+    absent: dict[str, Any] = dict.fromkeys(without)
+    pipeline = svd.load_whole(kind(config), folder(config), dtype, variant, **absent).to(device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def _load(config: RunConfig, dtype: torch.dtype, **given: Any) -> Any:
-    return svd.load_whole(kind(config), folder(config), dtype, **given)
-
-
 def folder(config: RunConfig) -> Path:
-    """Folder of the run's pipeline; of a hub model, the snapshot in the cache, downloaded where needed."""
+    """Folder of the run's pipeline; of a hub model, the snapshot in the cache, for which weights are not downloaded."""
     place = Path(str(config.source)).expanduser()
     if place.is_dir():
         return place
     import huggingface_hub as hub
 
-    return Path(hub.snapshot_download(str(config.source), ignore_patterns=["*.bin", "*.ckpt", "*.msgpack"]))
+    return Path(hub.snapshot_download(str(config.source), allow_patterns=SETTINGS))
 
 
 @functools.lru_cache(maxsize=8)

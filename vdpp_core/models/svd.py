@@ -130,37 +130,7 @@ def call_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def load_official(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
-    """Load the official pipeline as any user would, without anything of ours in it."""
-    return _load_pipeline(config, dtype, ("unet", "vae", "image_encoder")).to(device)
-
-
-def load_decoder(config: RunConfig, device: torch.device, dtype: torch.dtype) -> StableVideoDiffusionPipeline:
-    """Load the official pipeline with its VAE only."""
-    absent = dict.fromkeys(("unet", "image_encoder", "scheduler", "feature_extractor"))
-    return _load_pipeline(config, dtype, ("vae",), **absent).to(device)
-
-
-def _load_pipeline(config: RunConfig, dtype: torch.dtype, parts: tuple[str, ...], **given: Any) -> Any:
-    """The official pipeline with the weights of these parts and the given objects; of the rest the settings.
-
-    Without its own progress bar: the rank shows one.
-    """
-    from diffusers import StableVideoDiffusionPipeline
-
-    folder = Path(str(config.source)).expanduser()
-    if not folder.is_dir():
-        import huggingface_hub as hub
-
-        folder = Path(hub.snapshot_download(str(config.source), allow_patterns="*.json"))
-    variants = {weights.variant(weights_folder(config, dtype, part), dtype) for part in parts}
-    variant = next(filter(None, variants), None)  # diffusers uses it for the parts that have it
-    pipeline = load_whole(StableVideoDiffusionPipeline, folder, dtype, variant, **given)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def load_whole(kind: Any, folder: Path, dtype: torch.dtype, variant: str | None = None, **kwargs: Any) -> Any:
+def load_whole(kind: Any, folder: Path, dtype: torch.dtype, variant: str | None, **kwargs: Any) -> Any:
     """Load a pipeline or a part of one as diffusers and transformers do, except for what is given."""
     with warnings.catch_warnings():  # diffusers ≥ 0.42 prefers `dtype`, which 0.36 does not know
         warnings.filterwarnings("ignore", message=".*torch_dtype.*")

@@ -77,7 +77,7 @@ class World:
                 dist.broadcast(tensor, group=self.team, group_src=source)
 
     def share_object(self, made: Any, source: int) -> Any:
-        """Give all of the team what member `source` made, whose tensors must be on the CPU; what others pass is dropped.
+        """Give all of the team what member `source` made, whose tensors must be on the CPU.
 
         Raises:
             LostRankError: another rank is gone.
