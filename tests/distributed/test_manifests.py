@@ -150,11 +150,15 @@ def test_decoded_as_ready(whole: Run, config: RunConfig, tmp_path: Path) -> None
 
 
 def test_prompts_of_another_pipeline(tmp_path: Path, warm_ranks: Callable[..., None]) -> None:
-    """Three prompts on two replicas."""
+    """Three prompts on two stages: one row without guidance, and one whose solver draws random numbers."""
     call = families.FAMILIES["animatediff"].call
-    rows = [{"prompt": "a red ball rolls."}, {"prompt": "two boats.", "seed": "9"}, {"prompt": "a cat", "eta": "0.5"}]
+    rows: list[dict[str, str]] = [
+        {"prompt": "a red ball rolls."},
+        {"prompt": "two boats.", "seed": "9", "guidance_scale": "1"},
+        {"prompt": "a cat", "eta": "0.5"},
+    ]
     with (tmp_path / "jobs.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["prompt", "seed", "eta"])
+        writer = csv.DictWriter(file, ["prompt", "seed", "eta", "guidance_scale"])
         writer.writeheader()
         writer.writerows(rows)
     config = RunConfig(
@@ -163,7 +167,7 @@ def test_prompts_of_another_pipeline(tmp_path: Path, warm_ranks: Callable[..., N
         model_id=str(families.folder("animatediff")),
         call={"guidance_scale": call["guidance_scale"]},
         manifest=tmp_path / "jobs.csv",
-        parallel=Parallel(dp=2),
+        parallel=Parallel(pp=2),
         decode="as-ready",
         compare_official=True,
     )
@@ -175,6 +179,7 @@ def test_prompts_of_another_pipeline(tmp_path: Path, warm_ranks: Callable[..., N
     assert (result["official"]["equal_latents"], result["official"]["equal_frames"]) == (3, 3)
     for sample, row in enumerate(rows):
         own = call | {"prompt": row["prompt"], "eta": float(row.get("eta", 0))}
+        own |= {"guidance_scale": float(row.get("guidance_scale", call["guidance_scale"]))}
         with one_thread():
             latents = families.official(Path(str(config.model_id)), own, 3, int(row.get("seed", sample)))
         assert torch.equal(run.load_latents(sample), latents), sample

@@ -22,10 +22,10 @@ from vdpp_core.runs.event_types import Event
 from vdpp_core.runs.run import Run
 
 Entry = dict[str, Any]
-_Work = kinds.Take | kinds.Step | kinds.Send | kinds.Pad | kinds.Warm
+_Work = kinds.Take | kinds.Encode | kinds.Step | kinds.Send | kinds.Pad | kinds.Warm
 
 PHASES = {"start": "loading", "loaded": "warming up", "clock": "running", "decode": "decoding"}
-NAMES = {"pad": "padding", "warm": "warm-up step"}
+NAMES = {"pad": "padding", "warm": "warm-up step", "encode": "encoding"}
 
 
 def write(run: Path | Run, path: Path | None = None) -> Path:

@@ -168,8 +168,8 @@ def _logs(events: Sequence[Event]) -> dict[int, _Log]:
             begin = max(last[rank], t - event.seconds) if isinstance(event, kinds.Pad) else last[rank]
             log.pieces.append(_Piece(event, begin, t))
             last[rank] = t
-        elif rank in last and isinstance(event, kinds.Decode | kinds.Chunk | kinds.Video):
-            last[rank] = t  # between two samples, with --decode as-ready
+        elif rank in last and isinstance(event, kinds.Encode | kinds.Decode | kinds.Chunk | kinds.Video):
+            last[rank] = t  # between two samples
         elif isinstance(event, kinds.Warm | kinds.Step):
             log.warm.append(event.seconds)
     for log in logs.values():

@@ -66,6 +66,13 @@ class Take(OfSample):
     seconds: _Number
 
 
+class Encode(OfSample):
+    """A row of a manifest was encoded, on the first stage while later ones denoised the rows before."""
+
+    kind: Literal["encode"]
+    seconds: _Number
+
+
 class Step(OfSample):
     """A denoising step."""
 
@@ -184,7 +191,7 @@ AnyStep = Step | Pad
 Kind = TypeVar("Kind", bound=Event)
 _KNOWN: TypeAdapter[Event] = TypeAdapter(
     Annotated[
-        Start | Plain | Warm | Clock | Take | Step | Send | Finished | Pad | Decode | Chunk | Video | Comparing
+        Start | Plain | Warm | Clock | Take | Encode | Step | Send | Finished | Pad | Decode | Chunk | Video | Comparing
         | Official | Done | Error | Terminated | Predicted,
         Field(discriminator="kind"),
     ]
