@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.models.patches import Patches
+from vdpp_core.parallel.frames import frame_axis
 from vdpp_core.parallel.group import Collectives
 from vdpp_core.parallel.world import LostRankError
 
@@ -74,13 +75,11 @@ def _plan(denoiser: Any) -> dict[str, Any]:
 
 def refusal(denoiser: Any, ranks: int) -> str | None:
     """Why a denoiser cannot be split over so many ranks by tokens or frames; None where nothing is known against it."""
-    from diffusers import UNetSpatioTemporalConditionModel
-
-    if isinstance(denoiser, UNetSpatioTemporalConditionModel):
+    if frame_axis(denoiser) is not None:
         return None
     name = type(denoiser).__name__
     if not getattr(denoiser, "_cp_plan", None):
-        return f"diffusers has no plan to split {name} by tokens, and only SVD's UNet is split by frames"
+        return f"diffusers has no plan to split {name} by tokens, and only video UNets are split by frames"
     heads = denoiser.config.num_attention_heads
     return f"must divide the {heads} attention heads of {name}" if heads % ranks else None
 
@@ -100,6 +99,8 @@ def check(denoisers: dict[str, nn.Module], calls: Sequence[Call], ranks: int) ->
     for name, denoiser in denoisers.items():
         if reason := refusal(denoiser, ranks):
             raise ConfigError("frames", ranks, reason)
+        if frame_axis(denoiser) is not None:
+            continue  # the configuration checks the number of frames
         for call in [call for call in calls if call.denoiser == name][:1]:  # all have the same sizes
             for tokens in _tokens(denoiser, call):
                 if tokens % ranks:
