@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -121,22 +122,38 @@ def test_the_unets_of_other_families_are_split_as_exactly(ranks: int, called: An
 
 
 def test_every_temporal_layer_of_other_families_has_its_account(called: Any) -> None:
-    unet, args, kwargs = called
-    own, group = copy.deepcopy(unet).to("meta"), Group(2)
-    frames.split(own, group, Patches())
-    with torch.no_grad():
-        on_meta = replaced((args, kwargs), lambda tensor: tensor.to("meta"))
-        own(*on_meta[0], **on_meta[1])
+    """The all-to-alls of two ranks, there and back, together move as many bytes as a whole hidden state has."""
+    args, kwargs = replaced(called[1:], lambda tensor: tensor.to("meta"))
+    unet, whole, sent = copy.deepcopy(called[0]).to("meta"), Counter[str](), Counter[tuple[str, str]]()
 
     def names(*kinds: type[nn.Module]) -> set[str]:
-        return {name for name, module in own.named_modules() if isinstance(module, kinds)}
+        return {name for name, module in unet.named_modules() if isinstance(module, kinds)}
 
     convolutions = names(TemporalConvLayer)
     transformers = names(TransformerTemporalModel, AnimateDiffTransformer3D)
     encoder = names(I2VGenXLTransformerTemporalEncoder)
-    assert {layer for layer, kind in group.sent if kind == "halo"} == convolutions
-    assert {layer for layer, kind in group.sent if kind == "positions"} == transformers | encoder
-    assert {layer for layer, kind in group.sent if kind == "statistics"} == transformers | convolutions
+    handles = []
+    for name, module in unet.named_modules():
+        layer, _, within = name.partition(".transformer_blocks.")
+        if layer in transformers | encoder and within.isdigit() == (layer in transformers):
+
+            def note(_: nn.Module, given: Any, named: Any, layer: str = layer) -> None:
+                whole[layer] += (*given, *named.values())[0].nbytes
+
+            handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    with torch.no_grad():
+        unet(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        for group in (Group(2, rank) for rank in range(2)):
+            patches = Patches()
+            frames.split(unet, group, patches)
+            unet(*args, **kwargs)
+            patches.undo()
+            sent.update(group.sent)
+    assert {layer for layer, kind in sent if kind == "halo"} == convolutions
+    assert {layer for layer, kind in sent if kind == "statistics"} == transformers | convolutions
+    assert {layer: size for (layer, kind), size in sent.items() if kind == "positions"} == whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
