@@ -126,8 +126,8 @@ def test_the_bytes_of_a_hand_off(name, solver):
 def test_a_plan_of_a_family():
     config = config_of("wan").replace(num_samples=2)
     table = planner.advise(config, 2, "throughput", Rates(1e9, Link(1e9)))
-    assert set(table["layout"][table["place"].notna()]) >= {"1 rank", "pp 2", "dp 2"}
-    assert "does not split a WanPipeline" in " ".join(table["reason"])
+    assert set(table["layout"][table["place"].notna()]) >= {"1 rank", "pp 2", "dp 2", "frames 2"}
+    assert "each rank computes 1/2 of the frames or tokens" in " ".join(table["reason"])
 
 
 def test_what_a_pipeline_does_not_support_is_one_line():
