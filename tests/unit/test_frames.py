@@ -108,16 +108,19 @@ def test_the_unets_of_other_families_are_split_as_exactly(ranks: int, called: An
     def work(group: Any) -> tuple[Any, Tensor, Tensor, Any]:
         own, patches = copy.deepcopy(unet), Patches()
         frames.split(own, group, patches)
-        found, positional = own(*args, **kwargs), own(*args[:1], timestep=args[1], **kwargs | {"return_dict": False})
+        found, by_name = (
+            own(*args, **kwargs),
+            own(**kwargs | {"sample": args[0], "timestep": args[1], "return_dict": False}),
+        )
         patches.undo()
-        return type(found), found[0], positional[0], own(*args, **kwargs)[0]
+        return type(found), found[0], by_name[0], own(*args, **kwargs)[0]
 
     with one_thread(), torch.no_grad():
         alone = unet(*args, **kwargs)
-        for kind, split, in_tuple, again in together(ranks, work):
+        for kind, split, by_name, again in together(ranks, work):
             assert kind is type(alone)
             assert ((split - alone[0]).norm() / alone[0].norm()).item() < 1e-12
-            assert torch.equal(in_tuple, split)
+            assert torch.equal(by_name, split)
             assert torch.equal(again, alone[0])
 
 

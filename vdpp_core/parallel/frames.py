@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vdpp_core.models.patches import Patches
-from vdpp_core.models.stand_ins import replaced, sample_of
+from vdpp_core.models.stand_ins import replaced
 from vdpp_core.parallel.group import Group
 
 Edge = Tensor | None
@@ -99,7 +99,7 @@ class Frames:
         Raises:
             ValueError: fewer frames than ranks.
         """
-        sample = sample_of(args, kwargs)
+        sample = args[0] if args else kwargs["sample"]
         batch, frames = len(sample), sample.shape[self.axis]
         if frames < self.group.size:
             raise ValueError(f"frames {self.group.size}: must be at most num_frames, {frames}")
@@ -109,8 +109,9 @@ class Frames:
         mine = self.shares[self.group.rank]
 
         def own(value: Tensor) -> Tensor:
-            if value.ndim == 5:  # the latents, or those of I2VGen-XL's image
-                self.first = value.select(self.axis, 0)
+            if value.ndim == 5:
+                if value is not sample:  # the latents of I2VGen-XL's image
+                    self.first = value.select(self.axis, 0)
                 return value.narrow(self.axis, mine.start, mine.stop - mine.start)
             if value.ndim > 2 and len(value) == batch * frames:  # AnimateDiff repeats the text for every frame
                 return value.unflatten(0, (batch, frames))[:, mine].flatten(0, 1)
