@@ -35,6 +35,7 @@ CASES = (
         "ltx frames": ("ltx", {}, FRAMES, {}, CLOSE),
         "animatediff frames sequential": ("animatediff", {}, FRAMES, {"guidance_mode": "sequential"}, CLOSE),
         "animatediff frames cfg": ("animatediff", {}, FRAMES | CFG, {}, CLOSE),
+        "wan tokens cfg": ("wan", {}, FRAMES | CFG, {}, CLOSE),  # two calls a step over cfg are not predicted
     }
     | {f"{family} frames": (family, {}, FRAMES, {}, CLOSE) for family in UNETS}
     | {f"{family} frames fsdp": (family, {"num_frames": 5}, FRAMES | {"fsdp": True}, {}, CLOSE) for family in UNETS}
