@@ -14,6 +14,7 @@ from vdpp_core.engine import preflight
 from vdpp_core.parallel import fsdp
 from vdpp_core.parallel.fsdp_units import units
 from vdpp_core.parallel.process_groups import merged
+from vdpp_core.predict import costs
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.run import Run
 
@@ -22,6 +23,7 @@ FIELDS = ("prompt", "negative_prompt", "num_frames", "height", "width")
 TRUE_CFG = {"true_cfg_scale": 3.0}
 CFG, FSDP, FRAMES = {"cfg": 2}, {"dp": 2, "fsdp": True}, {"frames": 2}
 EQUAL, CLOSE = 0.0, 1e-5  # shards are close: the official weights lie in a mapped file, aligned otherwise
+UNETS = ("animatediff", "text-to-video", "i2vgen-xl")
 CASES = (
     {  # name: (family, changes of its call, layout, further arguments, tolerance)
         "hunyuan-video cfg": ("hunyuan-video", TRUE_CFG, CFG, {}, EQUAL),
@@ -32,7 +34,12 @@ CASES = (
         "wan-2.2 frames": ("wan-2.2", {}, FRAMES, {}, CLOSE),
         "wan-image-to-video frames": ("wan-image-to-video", {}, FRAMES, {}, CLOSE),
         "ltx frames": ("ltx", {}, FRAMES, {}, CLOSE),
+        "animatediff frames sequential": ("animatediff", {}, FRAMES, {"guidance_mode": "sequential"}, CLOSE),
+        "animatediff frames cfg": ("animatediff", {}, FRAMES | CFG, {}, CLOSE),
+        "wan tokens cfg": ("wan", {}, FRAMES | CFG, {}, CLOSE),  # two calls a step over cfg are not predicted
     }
+    | {f"{family} frames": (family, {}, FRAMES, {}, CLOSE) for family in UNETS}
+    | {f"{family} frames fsdp": (family, {"num_frames": 5}, FRAMES | {"fsdp": True}, {}, CLOSE) for family in UNETS}
     | {
         f"{family} cfg": (family, {}, CFG, {}, EQUAL if "wan" in family else CLOSE)
         for family in FAMILIES
@@ -62,13 +69,15 @@ def config(family, changes, **arguments):
 
 @pytest.fixture(scope="module")
 def runs(warm_ranks, tmp_path_factory):
-    """Name -> the run, of all cases, in two processes."""
-    root, folders = tmp_path_factory.mktemp("axes"), {}
+    """Name -> the run, of all cases, in two or four processes."""
+    root, folders = tmp_path_factory.mktemp("axes"), {2: {}, 4: {}}
     for number, (name, (family, changes, layout, more, _)) in enumerate(CASES.items()):
         run = config(family, changes, parallel=layout, output_dir=root / str(number), **more)
-        folders[name] = runfolder.create(preflight.complete(run, 2))
-    warm_ranks(2, *folders.values(), timeout=200)
-    return {name: Run(folder) for name, folder in folders.items()}
+        ranks = run.layout.world_size
+        folders[ranks][name] = runfolder.create(preflight.complete(run, ranks))
+    for ranks, those in folders.items():
+        warm_ranks(ranks, *those.values(), timeout=200)
+    return {name: Run(folder) for those in folders.values() for name, folder in those.items()}
 
 
 @pytest.fixture
@@ -87,6 +96,16 @@ def test_latents_are_those_of_the_official_pipeline(name, runs):
         expected = official(folder(family), call_of(family, changes), STEPS, seed=0)
     assert found.shape == expected.shape
     assert ((found - expected).norm() / expected.norm()).item() <= tolerance
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "frames" in name])
+def test_bytes_are_those_that_were_predicted(name, runs):
+    result, found = runs[name].result(), runs[name].config
+    predicted = [costs.cost(found, found.layout.place(rank).member) for rank in range(found.layout.world_size)]
+    assert [round(gb * 1e9) for gb in result["lockstep_gb_per_step_per_rank"]] == [
+        sum(cost.sent.values()) for cost in predicted
+    ]
+    assert all(cost.sent["prediction"] > 0 for cost in predicted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,9 +139,15 @@ def test_each_rank_holds_half_of_the_parameters(family, two_ranks):
         ("wan", {}, {"frames": 3}, "frames 3: must divide the 2 attention heads of WanTransformer3DModel"),
         ("ltx", {"width": 32, "height": 32}, {"frames": 2}, "frames 2: must divide the 3 tokens that transformer"),
         *(
-            (family, {}, FRAMES, "frames 2: diffusers has no plan to split .* by tokens, and only SVD's UNet is split")
-            for family in ("hunyuan-video", "cogvideox", "animatediff", "text-to-video", "i2vgen-xl")
+            (
+                family,
+                {},
+                FRAMES,
+                "frames 2: diffusers has no plan to split .* by tokens, and only video UNets are split",
+            )
+            for family in ("hunyuan-video", "cogvideox")
         ),
+        *((family, {"num_frames": 2}, {"frames": 3}, "frames 3: must be at most num_frames, 2$") for family in UNETS),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_any_rank_starts(family, changes, layout, words):

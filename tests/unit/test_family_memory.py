@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from diffusers.models.unets.unet_motion_model import UNetMotionOutput
@@ -69,6 +71,35 @@ def test_more_frames_need_more():
     assert memory.predict(many).total > memory.predict(few).total
 
 
+@pytest.mark.parametrize("name", ["animatediff", "text-to-video", "wan", "ltx"])
+def test_split_frames_or_tokens_share_out_operations_and_memory(name):
+    alone, split = (config_of(name, parallel=Parallel(frames=ranks)) for ranks in (1, 2))
+    assert costs.cost(alone).flops / 2 < costs.cost(split).flops < costs.cost(alone).flops
+    assert memory.predict(split).activations < memory.predict(alone).activations
+    assert memory.predict(split).parameters == memory.predict(alone).parameters
+
+
+@pytest.mark.parametrize("name", ["animatediff", "text-to-video"])
+def test_a_rank_between_two_others_sends_most(name):
+    config = config_of(name, parallel=Parallel(frames=3))
+    most, members = costs.cost(config).sent, [costs.cost(config, member).sent for member in range(3)]
+    assert sum(most.values()) == max(sum(sent.values()) for sent in members)
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_bytes_of_split_tokens_are_those_of_the_formula(name):
+    """All-to-alls of queries, keys, values and results in each self-attention, and an all-gather of the prediction."""
+    config = config_of(name, parallel=Parallel(frames=2))
+    model = pipelines.denoisers_on_meta(config, torch.float32)["transformer"]
+    tokens = config.shape[1] if name == "ltx" else math.prod(config.shape[2:]) // math.prod(model.config.patch_size)
+    value = 2 * tokens * 4  # bytes of one channel of all tokens, in both passes of the guidance
+    width = model.config.num_attention_heads * model.config.attention_head_dim
+    assert costs.sent_by_all(config) == {
+        "positions": 4 * value * width * model.config.num_layers // 2,
+        "prediction": value * model.proj_out.out_features,
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "solver"),
     [("animatediff", solver) for solver in FAMILIES["animatediff"].solvers]
@@ -95,8 +126,8 @@ def test_the_bytes_of_a_hand_off(name, solver):
 def test_a_plan_of_a_family():
     config = config_of("wan").replace(num_samples=2)
     table = planner.advise(config, 2, "throughput", Rates(1e9, Link(1e9)))
-    assert set(table["layout"][table["place"].notna()]) >= {"1 rank", "pp 2", "dp 2"}
-    assert "does not split a WanPipeline" in " ".join(table["reason"])
+    assert set(table["layout"][table["place"].notna()]) >= {"1 rank", "pp 2", "dp 2", "frames 2"}
+    assert "each rank computes 1/2 of the frames or tokens" in " ".join(table["reason"])
 
 
 def test_what_a_pipeline_does_not_support_is_one_line():

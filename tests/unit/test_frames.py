@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from diffusers import UNetSpatioTemporalConditionModel
-from diffusers.models.resnet import TemporalResnetBlock
+from diffusers import DiffusionPipeline, UNetSpatioTemporalConditionModel
+from diffusers.models.resnet import TemporalConvLayer, TemporalResnetBlock
+from diffusers.models.transformers.transformer_temporal import TransformerTemporalModel
+from diffusers.models.unets.unet_i2vgen_xl import I2VGenXLTransformerTemporalEncoder
+from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
 from torch import Tensor, nn
 
 from tests.conftest import one_thread
 from tests.doubles.threads import together
+from tests.families import FAMILIES, folder
 from vdpp_core import Parallel, RunConfig, models
 from vdpp_core.config.fields import MODELS
 from vdpp_core.models.patches import Patches
+from vdpp_core.models.stand_ins import replaced
 from vdpp_core.parallel import frames
 from vdpp_core.parallel.group import Group
 from vdpp_core.predict import costs
@@ -75,6 +81,84 @@ def split_over(ranks: int, unet: nn.Module, given: dict[str, Any]) -> Tensor:
     return first
 
 
+def in_double(value: Any) -> Any:
+    return replaced(value, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+@pytest.fixture(scope="module", params=["animatediff", "text-to-video", "i2vgen-xl"])
+def called(request: pytest.FixtureRequest) -> Any:
+    """The UNet of another family in fp64, and what its pipeline calls it with, for five frames."""
+    pipeline, calls = DiffusionPipeline.from_pretrained(folder(request.param)), list[Any]()
+    pipeline.set_progress_bar_config(disable=True)
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append(in_double((args, kwargs)))
+
+    handle = pipeline.unet.register_forward_pre_hook(note, with_kwargs=True)
+    with one_thread():
+        pipeline(**FAMILIES[request.param].other_call, num_inference_steps=1, output_type="latent")
+    handle.remove()
+    return nn.Module.to(pipeline.unet, torch.float64), *calls[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_unets_of_other_families_are_split_as_exactly(ranks: int, called: Any) -> None:
+    unet, args, kwargs = called
+
+    def work(group: Any) -> tuple[Any, Tensor, Tensor, Any]:
+        own, patches = copy.deepcopy(unet), Patches()
+        frames.split(own, group, patches)
+        found, by_name = (
+            own(*args, **kwargs),
+            own(**kwargs | {"sample": args[0], "timestep": args[1], "return_dict": False}),
+        )
+        patches.undo()
+        return type(found), found[0], by_name[0], own(*args, **kwargs)[0]
+
+    with one_thread(), torch.no_grad():
+        alone = unet(*args, **kwargs)
+        for kind, split, by_name, again in together(ranks, work):
+            assert kind is type(alone)
+            assert ((split - alone[0]).norm() / alone[0].norm()).item() < 1e-12
+            assert torch.equal(by_name, split)
+            assert torch.equal(again, alone[0])
+
+
+def test_every_temporal_layer_of_other_families_has_its_account(called: Any) -> None:
+    """The all-to-alls of two ranks, there and back, together move as many bytes as a whole hidden state has."""
+    args, kwargs = replaced(called[1:], lambda tensor: tensor.to("meta"))
+    unet, whole, sent = copy.deepcopy(called[0]).to("meta"), Counter[str](), Counter[tuple[str, str]]()
+
+    def names(*kinds: type[nn.Module]) -> set[str]:
+        return {name for name, module in unet.named_modules() if isinstance(module, kinds)}
+
+    convolutions = names(TemporalConvLayer)
+    transformers = names(TransformerTemporalModel, AnimateDiffTransformer3D)
+    encoder = names(I2VGenXLTransformerTemporalEncoder)
+    handles = []
+    for name, module in unet.named_modules():
+        layer, _, within = name.partition(".transformer_blocks.")
+        if layer in transformers | encoder and within.isdigit() == (layer in transformers):
+
+            def note(_: nn.Module, given: Any, named: Any, layer: str = layer) -> None:
+                whole[layer] += (*given, *named.values())[0].nbytes
+
+            handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    with torch.no_grad():
+        unet(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        for group in (Group(2, rank) for rank in range(2)):
+            patches = Patches()
+            frames.split(unet, group, patches)
+            unet(*args, **kwargs)
+            patches.undo()
+            sent.update(group.sent)
+    assert {layer for layer, kind in sent if kind == "halo"} == convolutions
+    assert {layer for layer, kind in sent if kind == "statistics"} == transformers | convolutions
+    assert {layer: size for (layer, kind), size in sent.items() if kind == "positions"} == whole
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ratio", [0, 3, 10, 30])
 def test_a_group_norm_rounds_as_one_rank_does(ratio: float, dtype: torch.dtype) -> None:
@@ -86,7 +170,7 @@ def test_a_group_norm_rounds_as_one_rank_does(ratio: float, dtype: torch.dtype) 
     hidden = (torch.randn(2, 64, 7, 9, 16) + ratio).to(dtype)
 
     def work(group: Any) -> Tensor:
-        own = frames.Frames(group, None)
+        own = frames.Frames(group, None, 1)
         own.share_out(7, hidden.device, torch.float32)
         return own.activate(norm, hidden[:, :, own.shares[group.rank]], "layer")[0]
 

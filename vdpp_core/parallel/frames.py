@@ -1,11 +1,13 @@
-"""Sequence parallelism over frames: one forward pass of SVD's UNet split by frames. Exact up to the order of sums.
+"""Sequence parallelism over frames: one forward pass of a video UNet split by frames. Exact up to the order of sums.
 
 Spatial layers see one frame at a time and run unchanged on a rank's own frames. Two kinds of layers mix frames:
 
-TemporalResnetBlock has two convolutions over three neighbouring frames, each after a group norm over all frames. Each
-convolution costs one halo exchange: the norm's statistics go to all ranks, the first and last frame to the neighbours.
-TemporalBasicTransformerBlock attends over all frames, separately at each position. An all-to-all turns "own frames, all
-positions" into "all frames, own positions", and another one back (Jacobs et al. 2023, "DeepSpeed Ulysses").
+TemporalResnetBlock (SVD) and TemporalConvLayer (text-to-video, I2VGen-XL) convolve three neighbouring frames, each time
+after a group norm over all frames. Each convolution costs one halo exchange: the norm's statistics go to all ranks, the
+first and last frame to the neighbours.
+Temporal transformers attend over all frames, separately at each position. An all-to-all turns "own frames, all
+positions" into "all frames, own positions", and another one back (Jacobs et al. 2023, "DeepSpeed Ulysses"). All but
+SVD's also begin with a group norm over all frames, whose statistics are gathered.
 
 With N ranks, F frames and a hidden state of X bytes, the halo exchanges of a resnet block move 4(N-1)·X/F bytes. An
 all-to-all there and back moves 2(N-1)·X/N: more as long as 2N < F, and as much for 7 ranks and 14 frames.
@@ -13,6 +15,7 @@ all-to-all there and back moves 2(N-1)·X/N: more as long as 2N < F, and as much
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,30 +23,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vdpp_core.models.patches import Patches, as_asked
+from vdpp_core.models.patches import Patches
+from vdpp_core.models.stand_ins import replaced
 from vdpp_core.parallel.group import Group
 
 Edge = Tensor | None
 
 
-def split(unet: nn.Module, group: Group, patches: Patches) -> None:
+def frame_axis(denoiser: Any) -> int | None:
+    """The dimension of the frames in the latents of a UNet that can be split by them; None for other denoisers."""
+    from diffusers import I2VGenXLUNet, UNet3DConditionModel, UNetMotionModel, UNetSpatioTemporalConditionModel
+
+    if isinstance(denoiser, UNetSpatioTemporalConditionModel):
+        return 1
+    return 2 if isinstance(denoiser, UNetMotionModel | UNet3DConditionModel | I2VGenXLUNet) else None
+
+
+def split(unet: Any, group: Group, patches: Patches) -> None:
     """Have each rank of `group` compute its share of the frames: whole latents in, whole prediction out.
 
     The frames need not divide evenly; shares then differ by one. In a call of the UNet, fewer frames than ranks raise a
     ValueError.
     """
     from diffusers.models.attention import TemporalBasicTransformerBlock
-    from diffusers.models.resnet import TemporalResnetBlock
-    from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
+    from diffusers.models.resnet import TemporalConvLayer, TemporalResnetBlock
+    from diffusers.models.transformers.transformer_temporal import (
+        TransformerSpatioTemporalModel,
+        TransformerTemporalModel,
+    )
+    from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
 
-    frames = Frames(group, unet.forward)
+    axis = frame_axis(unet)
+    assert axis is not None
+    frames = Frames(group, unet.forward, axis)
     for name, module in unet.named_modules():
         if isinstance(module, TemporalResnetBlock):
             patches.forward(module, partial(frames.resnet, module, name))
+        elif isinstance(module, TemporalConvLayer):
+            patches.forward(module, partial(frames.convolutions, module, name))
         elif isinstance(module, TemporalBasicTransformerBlock):
-            patches.forward(module, partial(frames.transformer, module, name, module.forward))
+            patches.forward(module, partial(frames.transformer, name, module.forward))
         elif isinstance(module, TransformerSpatioTemporalModel):
             patches.before(module.time_proj, frames.count_from_own)
+        elif isinstance(module, AnimateDiffTransformer3D | TransformerTemporalModel):
+            patches.forward(module.norm, partial(frames.norm, module.norm, name))
+            for block in module.transformer_blocks:
+                patches.forward(block, partial(frames.block, name, block.forward))
+    if hasattr(unet, "image_latents_temporal_encoder"):  # I2VGen-XL
+        encoder = unet.image_latents_temporal_encoder
+        patches.forward(encoder, partial(frames.block, "image_latents_temporal_encoder", encoder.forward))
+        patches.before(unet.image_latents_context_embedding, frames.first_of_all)
     patches.forward(unet, frames.forward)
 
 
@@ -52,38 +81,46 @@ class Frames:
 
     Args:
         compute: the UNet's own forward pass.
+        axis: the dimension of the frames in the latents.
     """
 
-    def __init__(self, group: Group, compute: Any) -> None:
-        self.group, self.compute = group, compute
+    def __init__(self, group: Group, compute: Any, axis: int) -> None:
+        self.group, self.compute, self.axis = group, compute, axis
         self.shares: list[slice] = []
         self.counts: list[int] = []
         self.weights = torch.empty(0)
+        self.first: Tensor | None = None
         self.shared_out: tuple[int, torch.device, torch.dtype] | None = None
 
     @torch.no_grad()
-    def forward(
-        self,
-        sample: Tensor,
-        timestep: Any,
-        encoder_hidden_states: Tensor,
-        added_time_ids: Tensor,
-        return_dict: bool = True,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the UNet on this rank's frames and gather the whole prediction; signature as of the UNet.
 
         Raises:
             ValueError: fewer frames than ranks.
         """
-        frames = sample.shape[1]
+        sample = args[0] if args else kwargs["sample"]
+        batch, frames = len(sample), sample.shape[self.axis]
         if frames < self.group.size:
             raise ValueError(f"frames {self.group.size}: must be at most num_frames, {frames}")
         wanted = frames, sample.device, torch.promote_types(sample.dtype, torch.float32)
         if self.shared_out != wanted:
             self.share_out(*wanted)
-        own = sample[:, self.shares[self.group.rank]]
-        prediction = self.compute(own, timestep, encoder_hidden_states, added_time_ids, return_dict=False)[0]
-        return as_asked(self._whole(prediction), return_dict)
+        mine = self.shares[self.group.rank]
+
+        def own(value: Tensor) -> Tensor:
+            if value.ndim == 5:
+                if value is not sample:  # the latents of I2VGen-XL's image
+                    self.first = value.select(self.axis, 0)
+                return value.narrow(self.axis, mine.start, mine.stop - mine.start)
+            if value.ndim > 2 and len(value) == batch * frames:  # AnimateDiff repeats the text for every frame
+                return value.unflatten(0, (batch, frames))[:, mine].flatten(0, 1)
+            return value
+
+        own_args, own_kwargs = replaced((args, kwargs), own)
+        made = self.compute(*own_args, **own_kwargs)
+        self.first = None
+        return replaced(made, self._whole)
 
     def share_out(self, frames: int, device: torch.device, wide: torch.dtype) -> None:
         """Compute the shares and the norm's weights once for all steps, to spare a GPU the wait for the host."""
@@ -93,53 +130,76 @@ class Frames:
         self.weights = torch.tensor(self.counts, dtype=wide, device=device).view(-1, 1, 1, 1) / frames
 
     def _whole(self, prediction: Tensor) -> Tensor:
-        """Shares (B, f, 4, H, W) of different lengths -> (B, F, 4, H, W)."""
-        padded = F.pad(prediction, (0, 0) * 3 + (0, max(self.counts) - prediction.shape[1]))
+        """The whole prediction from the ranks' shares, which differ in length."""
+        missing = max(self.counts) - prediction.shape[self.axis]
+        padded = F.pad(prediction, (0, 0) * (4 - self.axis) + (0, missing))
         gathered = self.group.all_gather(padded, "", "prediction")
-        return torch.cat([part[:, :count] for part, count in zip(gathered, self.counts, strict=True)], dim=1)
+        parts = [part.narrow(self.axis, 0, count) for part, count in zip(gathered, self.counts, strict=True)]
+        return torch.cat(parts, dim=self.axis)
 
     def count_from_own(self, module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> Any:
         """Shift the frame indices of the positional embedding to this rank's frames (a forward pre-hook)."""
         return (args[0] + self.shares[self.group.rank].start,), kwargs
 
+    def first_of_all(self, module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> Any:
+        """Give I2VGen-XL's image, the first of all frames, in place of this rank's first (a forward pre-hook)."""
+        return (self.first,), kwargs
+
     def transformer(
         self,
-        block: nn.Module,
         name: str,
         compute: Any,
         hidden_states: Tensor,
         num_frames: int,
         encoder_hidden_states: Tensor | None = None,
     ) -> Tensor:
-        """Run a temporal transformer block: (B·f, S, C) -> the same, with own frames and all positions.
+        """Run one of SVD's temporal transformer blocks: (B·f, S, C) -> the same.
 
         The block itself sees (F, B·s, C): positions are independent, so those of a batch may pass for one video's.
         """
-        frames, (positions, channels) = sum(self.counts), hidden_states.shape[1:]
-        batch, shares = hidden_states.shape[0] // num_frames, self.group.shares(positions)
+        by_frame = hidden_states.unflatten(0, (-1, num_frames)).transpose(0, 1)
+
+        def over_time(whole: Tensor, mine: slice) -> Tensor:
+            context = encoder_hidden_states
+            if context is not None:
+                context = context.unflatten(0, by_frame.shape[1:3])[:, mine].flatten(0, 1)
+            return compute(whole, num_frames=len(whole), encoder_hidden_states=context)
+
+        return self.over_positions(name, by_frame, over_time).transpose(0, 1).flatten(0, 1)
+
+    def block(self, name: str, compute: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Run a transformer block that attends over the frames of each position: (B·S, f, C) -> the same."""
+
+        def over_time(whole: Tensor, _: slice) -> Tensor:
+            return compute(whole.transpose(0, 1), **kwargs).transpose(0, 1)
+
+        return self.over_positions(name, hidden_states.transpose(0, 1)[:, None], over_time)[:, 0].transpose(0, 1)
+
+    def over_positions(self, name: str, by_frame: Tensor, compute: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Compute something at each position over all frames: (f, B, S, C) -> the same, own frames and all positions.
+
+        `compute` maps (F, B·s, C) to the same, all frames and own positions; it also gets which of the S are its own.
+        """
+        num_frames, batch, positions, channels = by_frame.shape
+        shares = self.group.shares(positions)
         mine = shares[self.group.rank]
         widths = [share.stop - share.start for share in shares]
         width = widths[self.group.rank]
         out = [num_frames * batch * one * channels for one in widths]
         back = [count * batch * width * channels for count in self.counts]
 
-        by_frame = hidden_states.view(batch, num_frames, positions, channels).transpose(0, 1)
-        pieces = hidden_states.new_empty(sum(out))
+        pieces = by_frame.new_empty(sum(out))
         for piece, share in zip(pieces.split(out), shares, strict=True):
             piece.view(num_frames, batch, -1, channels).copy_(by_frame[:, :, share])
-        whole = self.group.all_to_all(pieces, out, back, name).view(frames, batch * width, channels)
+        whole = self.group.all_to_all(pieces, out, back, name).view(sum(self.counts), batch * width, channels)
         del pieces
         if width:
-            context = encoder_hidden_states
-            if context is not None:
-                context = context.unflatten(0, (batch, positions))[:, mine].flatten(0, 1)
-            whole = compute(whole, num_frames=frames, encoder_hidden_states=context)
+            whole = compute(whole, mine)
         arrived = self.group.all_to_all(whole.reshape(-1), back, out, name)
         del whole
-        result = torch.empty_like(hidden_states)
-        by_frame = result.view(batch, num_frames, positions, channels).transpose(0, 1)
+        result = torch.empty_like(by_frame)
         for part, share in zip(arrived.split(out), shares, strict=True):
-            by_frame[:, :, share] = part.view(num_frames, batch, -1, channels)
+            result[:, :, share] = part.view(num_frames, batch, -1, channels)
         return result
 
     def resnet(self, block: Any, name: str, input_tensor: Tensor, temb: Tensor) -> Tensor:
@@ -154,6 +214,14 @@ class Frames:
             input_tensor = block.conv_shortcut(input_tensor)
         return input_tensor + hidden
 
+    def convolutions(self, layer: Any, name: str, hidden_states: Tensor, num_frames: int) -> Tensor:
+        """Run a temporal convolution layer: (B·f, C, H, W) -> the same."""
+        own = hidden = hidden_states.unflatten(0, (-1, num_frames)).transpose(1, 2)
+        for norm, *_, conv in (layer.conv1, layer.conv2, layer.conv3, layer.conv4):
+            hidden, before, after = self.activate(norm, hidden, name)
+            hidden = _convolve(conv, hidden, before, after)
+        return (own + hidden).transpose(1, 2).flatten(0, 1)
+
     def activate(self, norm: nn.GroupNorm, hidden: Tensor, name: str) -> tuple[Tensor, Edge, Edge]:
         """Apply group norm over all frames, then SiLU, to the own frames (B, C, f, H, W).
 
@@ -162,12 +230,25 @@ class Frames:
         """
         own = _statistics(norm, hidden, self.weights.dtype)
         gathered, *edges = self.group.all_gather_with_edges(own, hidden[:, :, 0], hidden[:, :, -1], name)
+        moments = self._moments(norm, hidden, gathered)
+
+        def activated(values: Tensor) -> Tensor:
+            return F.silu(_normalise(norm, values, *moments), inplace=True)
+
+        before, after = (edge if edge is None else activated(edge) for edge in edges)
+        return activated(hidden), before, after
+
+    def norm(self, norm: nn.GroupNorm, name: str, hidden: Tensor) -> Tensor:
+        """Apply group norm over all frames to the own frames (B, C, f, H, W)."""
+        gathered = self.group.all_gather(_statistics(norm, hidden, self.weights.dtype), name, "statistics")
+        return _normalise(norm, hidden, *self._moments(norm, hidden, gathered))
+
+    def _moments(self, norm: nn.GroupNorm, hidden: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of all frames, each (B, groups, 1), from the statistics of all ranks."""
         means, m2 = gathered.unbind(1)
         mean = (self.weights * means).sum(0)
         count = hidden[0].numel() // norm.num_groups // self.counts[self.group.rank] * sum(self.counts)
-        variance = m2.sum(0) / count + (self.weights * (means - mean).square()).sum(0)
-        before, after = (edge if edge is None else _normalise(norm, edge, mean, variance) for edge in edges)
-        return _normalise(norm, hidden, mean, variance), before, after
+        return mean, m2.sum(0) / count + (self.weights * (means - mean).square()).sum(0)
 
 
 def _statistics(norm: nn.GroupNorm, hidden: Tensor, wide: torch.dtype) -> Tensor:
@@ -183,7 +264,7 @@ def _statistics(norm: nn.GroupNorm, hidden: Tensor, wide: torch.dtype) -> Tensor
 
 
 def _normalise(norm: nn.GroupNorm, hidden: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """(B, C, …) -> the same: group norm with given statistics (B, groups, 1), then SiLU.
+    """(B, C, …) -> the same: group norm with given statistics (B, groups, 1).
 
     Computed as a batch norm of B·C channels, whose kernels subtract the mean first and round once, at the end. In half
     precision x·scale + shift has 13 times the error where the mean is ten standard deviations.
@@ -192,7 +273,7 @@ def _normalise(norm: nn.GroupNorm, hidden: Tensor, mean: Tensor, variance: Tenso
     mean, variance = (one.repeat_interleave(channels // norm.num_groups, 1).flatten() for one in (mean, variance))
     scale, shift = (one.to(mean.dtype).repeat(videos) for one in (norm.weight, norm.bias))
     flat = hidden.reshape(1, videos * channels, -1)
-    return F.silu(F.batch_norm(flat, mean, variance, scale, shift, eps=norm.eps), inplace=True).view(hidden.shape)
+    return F.batch_norm(flat, mean, variance, scale, shift, eps=norm.eps).view(hidden.shape)
 
 
 def _convolve(conv: nn.Conv3d, hidden: Tensor, before: Edge, after: Edge) -> Tensor:

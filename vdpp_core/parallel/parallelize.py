@@ -38,7 +38,8 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False, calls_per_step:
     flow through. `restore` undoes it.
 
     Args:
-        unet: diffusers' `UNetSpatioTemporalConditionModel`, or the UNet or transformer of another pipeline.
+        unet: diffusers' `UNetSpatioTemporalConditionModel`, or the UNet or transformer of another pipeline. `frames`
+            splits the UNets of SVD, AnimateDiff, text-to-video and I2VGen-XL, and transformers with a `_cp_plan`.
         mesh: from `Parallel.mesh`. Its lockstep axes split the forward pass; dp and pp are left to the caller.
         fsdp: also shard the parameters over all ranks of a stage. `restore` does not undo this.
         calls_per_step: 2 where the pipeline calls the UNet once for each pass of the guidance (Wan). Pairs of calls

@@ -51,7 +51,7 @@ def cost(config: RunConfig, member: int | None = None) -> Cost:
     with memory.countable(config):
         flops, counted, exchanges = _counted(alike, resolve(config).dtype, member or 0)
     sent = dict(counted)
-    if member is None and (config.parallel or Parallel()).frames > 2:
+    if member is None and (config.parallel or Parallel()).frames > 2 and "halo" in sent:
         sent["halo"] *= 2
     return Cost(flops, sent, config.calls_per_step * exchanges, *gathering(config))
 

@@ -239,8 +239,7 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
     """How a layout splits the work, and what that costs."""
     layout, words = config.layout, []
     if layout.frames > 1:
-        frames = config.shape[2]
-        words.append(f"each rank computes {math.ceil(frames / layout.frames)} of {frames} frames")
+        words.append(f"each rank computes {_share(config)}")
     if layout.cfg > 1:
         words.append("each rank runs one guidance pass")
     if layout.lockstep > 1:
@@ -265,6 +264,12 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
     return "; ".join(words) or "no communication"
 
 
+def _share(config: RunConfig) -> str:
+    """What a rank computes of a video whose frames or tokens are split."""
+    ranks, frames = config.layout.frames, config.shape[2]
+    return f"{math.ceil(frames / ranks)} of {frames} frames" if config.is_svd else f"1/{ranks} of the frames or tokens"
+
+
 def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
     layout = config.layout
     words = f"needs {room.needed / GIB:.4g} GiB, {capacity_gib * (1 - SPARE):.4g} of {capacity_gib:g} GiB usable"
@@ -274,8 +279,7 @@ def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
             f", sharded {layout.shards} ways" if layout.shards > 1 else ", unsharded"
         )
     if layout.frames > 1:
-        frames = config.shape[2]
-        return f"{words}: even {math.ceil(frames / layout.frames)} of {frames} frames per rank are too many"
+        return f"{words}: even {_share(config)} per rank are too many"
     if layout.cfg > 1:
         return f"{words}: each rank holds all activations of one guidance pass"
     if layout.shards > 1:
