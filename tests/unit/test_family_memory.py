@@ -9,10 +9,9 @@ import torch
 from diffusers.models.unets.unet_motion_model import UNetMotionOutput
 
 from tests.families import FAMILIES, folder
-from vdpp_core import Parallel, RunConfig
+from vdpp_core import Parallel, RunConfig, models
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.engine import preflight
-from vdpp_core.models import pipelines
 from vdpp_core.models.message import Packing
 from vdpp_core.models.stage import NoClock, Stage
 from vdpp_core.models.stand_ins import Inventor, Recorder
@@ -32,7 +31,7 @@ def config_of(name, solver=None, **changes):
 
 
 def parameters_of(config):
-    found = pipelines.denoisers_on_meta(config, torch.float32).values()
+    found = models.denoisers_on_meta(config, torch.float32).values()
     return sum(parameter.nbytes for denoiser in found for parameter in denoiser.parameters())
 
 
@@ -90,7 +89,7 @@ def test_a_rank_between_two_others_sends_most(name):
 def test_bytes_of_split_tokens_are_those_of_the_formula(name):
     """All-to-alls of queries, keys, values and results in each self-attention, and an all-gather of the prediction."""
     config = config_of(name, parallel=Parallel(frames=2))
-    model = pipelines.denoisers_on_meta(config, torch.float32)["transformer"]
+    model = models.denoisers_on_meta(config, torch.float32)["transformer"]
     tokens = config.shape[1] if name == "ltx" else math.prod(config.shape[2:]) // math.prod(model.config.patch_size)
     value = 2 * tokens * 4  # bytes of one channel of all tokens, in both passes of the guidance
     width = model.config.num_attention_heads * model.config.attention_head_dim
@@ -108,7 +107,7 @@ def test_bytes_of_split_tokens_are_those_of_the_formula(name):
 def test_the_bytes_of_a_hand_off(name, solver):
     config = config_of(name, solver, parallel=Parallel(pp=3))
     stage = Stage.around(
-        config, pipelines.denoisers_on_meta(config, torch.float32), torch.device("cpu"), torch.float32, NoClock()
+        config, models.denoisers_on_meta(config, torch.float32), torch.device("cpu"), torch.float32, NoClock()
     )
     stage.encode([0], Recorder(Inventor(0)))
     like = torch.zeros(2 if name != "wan" else 1, *config.shape[1:])

@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from tests.conftest import official_pipeline
 from vdpp_core import ConfigError, RunConfig
 from vdpp_core.config.fields import MODELS
-from vdpp_core.models import pipelines, svd, weights
+from vdpp_core.models import pipelines, weights
 from vdpp_core.models.decoding import NOT_TO_DECODE
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_no_file_is_asked_for_that_is_not_there(
     config = RunConfig(command="generate", model_id=str(models[name]))
     capfd.readouterr()
     pipeline = pipelines.load_official(config, CPU, dtype)
-    unet = svd.load_unet(config, CPU, dtype)
+    unet = pipelines.load_part(config, "unet", CPU, dtype)
     decoder = pipelines.load_official(config, CPU, dtype, without=NOT_TO_DECODE)
     assert "An error occurred" not in capfd.readouterr().err
     assert {getattr(pipeline, part).dtype for part in PARTS} == {unet.dtype, decoder.vae.dtype} == {dtype}

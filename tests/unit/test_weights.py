@@ -14,7 +14,7 @@ from vdpp_core import ConfigError, RunConfig, models
 from vdpp_core.config.fields import MODELS
 from vdpp_core.engine import preflight
 from vdpp_core.models import weights
-from vdpp_core.models.svd import load_unet
+from vdpp_core.models.pipelines import load_part
 
 CPU = torch.device("cpu")
 ONE_FILE = Path(str(MODELS["tiny"])) / "unet"
@@ -38,7 +38,7 @@ def refusal(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_is_stored_is_what_diffusers_loads(dtype, several_files):
-    theirs = dict(load_unet(RunConfig(), CPU, dtype).named_parameters())
+    theirs = dict(load_part(RunConfig(), "unet", CPU, dtype).named_parameters())
     for folder in (ONE_FILE, Path(several_files) / "unet"):
         unet = models.on_meta(RunConfig(), dtype).to_empty(device=CPU)
         weights.fill(unet, weights.stored(folder, dtype))

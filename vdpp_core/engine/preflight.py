@@ -30,10 +30,10 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
     if config.is_svd or config.latent_shape is not None:
         return config
     _check_samples(config, resolve(config))
-    from vdpp_core.models import pipelines  # takes seconds to import
-    from vdpp_core.models.stage import NoClock, Stage
+    from vdpp_core import models
+    from vdpp_core.models.stage import NoClock, Stage  # takes seconds to import
 
-    denoisers = pipelines.denoisers_on_meta(config, torch.float32)
+    denoisers = models.denoisers_on_meta(config, torch.float32)
     stage = Stage.around(config, denoisers, torch.device("cpu"), torch.float32, NoClock())
     for number in _different(config):
         with _sample(config, number):

@@ -22,9 +22,9 @@ def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
         unet = on_meta(config, dtype).to_empty(device=device)
         weights.fill(unet, weights.random(on_meta(config, dtype), device))
     else:
-        from vdpp_core.models.svd import load_unet  # takes seconds, which the dummy need not spend
+        from vdpp_core.models import pipelines  # takes seconds, which the dummy need not spend
 
-        unet = load_unet(config, device, dtype)
+        unet = pipelines.load_part(config, "unet", device, dtype)
     return ready(config, unet)
 
 
@@ -51,9 +51,7 @@ def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Make a run's denoisers without weights, ready for inference: component of the pipeline -> module."""
     if config.is_svd:
         return {"unet": ready(config, on_meta(config, dtype))}
-    from vdpp_core.models import pipelines
-
-    return pipelines.denoisers_on_meta(config, dtype)
+    return {name: nn.Module.to(module, "meta") for name, module in skeletons(config, dtype).items()}
 
 
 def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 from torch import Tensor
 
+from vdpp_core import models
 from vdpp_core.config import RunConfig
 from vdpp_core.models import pipelines
 from vdpp_core.models.images import Frames
@@ -66,7 +67,7 @@ class OfficialDecoder:
         samples: Sequence[int],
         recording: Recording | None,
     ) -> None:
-        self.stage = Stage.around(config, pipelines.denoisers_on_meta(config, dtype), device, dtype, NoClock())
+        self.stage = Stage.around(config, models.denoisers_on_meta(config, dtype), device, dtype, NoClock())
         real = Real(partial(pipelines.load_part, config, device=device, dtype=dtype))
         self.stage.recording = {} if recording is None else recording
         self.stage.encode([sample for sample in samples if sample not in self.stage.recording], Recorder(real))

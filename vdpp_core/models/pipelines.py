@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
 from torch import nn
 
 from vdpp_core.config import RunConfig
@@ -61,14 +62,14 @@ class Official:
 def around(config: RunConfig, denoisers: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Official:
     """Make the run's official pipeline around its denoisers; whatever else has weights is a stand-in."""
     if config.is_svd:
-        shells = svd.shells(config, denoisers["unet"])
-        pipeline = svd.pipeline(config, **denoisers, **shells)
+        encoders = shells(config) if svd.has_pipeline(config) else svd.any_shells(denoisers["unet"])
+        pipeline = svd.pipeline(config, **denoisers, **encoders)
     else:
-        shells = {name: module for name, module in on_meta(config, dtype).items() if name not in DENOISERS}
-        pipeline = svd.load_whole(kind(config), folder(config), dtype, None, **denoisers, **shells)
+        encoders = shells(config)
+        pipeline = svd.load_whole(kind(config), folder(config), dtype, None, **denoisers, **encoders)
     pipeline.set_progress_bar_config(disable=True)  # the rank shows one
     official = Official(pipeline, once_encoded=svd.ONCE_ENCODED if config.is_svd else {})
-    for name, shell in shells.items():
+    for name, shell in encoders.items():
         official.stand_ins[name] = StandIn(name, shell, device, dtype)
         official.replace(name, official.stand_ins[name])
     return official
@@ -85,6 +86,8 @@ def parts(config: RunConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a class is neither diffusers' nor transformers'.
     """
+    if config.is_svd and not svd.has_pipeline(config):
+        return {"unet": UNetSpatioTemporalConditionModel}
     index = json.loads((folder(config) / "model_index.json").read_bytes())
     places = {name: place for name, place in index.items() if isinstance(place, list) and place[0]}
     classes = {name: _named(config, name, *place) for name, place in places.items()}
@@ -102,23 +105,18 @@ def _named(config: RunConfig, name: str, library: str, kind: str) -> type:
         raise ConfigError("model_id", config.source, allowed) from None
 
 
-def on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """Component -> the module without weights, on the meta device."""
+def shells(config: RunConfig) -> dict[str, nn.Module]:
+    """Component -> the encoder without weights, on the meta device."""
     made = {}
     for name, found in parts(config).items():
-        place = folder(config) / name
-        with torch.device("meta"):
-            if hasattr(found, "load_config"):  # diffusers
-                module = found.from_config(found.load_config(place))
-            else:  # transformers
-                module = found(found.config_class.from_pretrained(place))
-        made[name] = nn.Module.to(module.eval(), "meta", dtype)
+        if name not in DENOISERS:
+            place = folder(config) / name
+            with torch.device("meta"):
+                if hasattr(found, "load_config"):  # diffusers
+                    made[name] = found.from_config(found.load_config(place)).eval()
+                else:  # transformers
+                    made[name] = found(found.config_class.from_pretrained(place)).eval()
     return made
-
-
-def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """Component -> denoiser without weights."""
-    return {name: module for name, module in on_meta(config, dtype).items() if name in DENOISERS}
 
 
 def skeletons(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:

@@ -12,14 +12,12 @@ from PIL import Image
 from torch import nn
 
 from vdpp_core.config import RunConfig
-from vdpp_core.models import weights
 from vdpp_core.models.architectures import PUBLISHED, PUBLISHED_SCHEDULER, PUBLISHED_VAE
 from vdpp_core.models.images import read_image
 
 if TYPE_CHECKING:
     from diffusers import StableVideoDiffusionPipeline
 
-ENCODERS = ("vae", "image_encoder")
 # The pipeline would keep the image at full size, and as much noise, on the device through its loop. Encoders that only
 # repeat what they returned for the real image can do with a tiny one.
 TINY = torch.zeros(1, 3, 1, 1, device="cpu")  # also where this is imported for the meta device
@@ -51,27 +49,16 @@ def weights_folder(config: RunConfig, dtype: torch.dtype, part: str = "unet") ->
     return folder / part
 
 
-def load_unet(config: RunConfig, device: torch.device, dtype: torch.dtype) -> UNetSpatioTemporalConditionModel:
-    """Load the whole UNet of `config.source` onto `device` with diffusers."""
-    folder = weights_folder(config, dtype)
-    return load_whole(UNetSpatioTemporalConditionModel, folder, dtype, weights.variant(folder, dtype)).to(device)
-
-
-def shells(config: RunConfig, unet: Any) -> dict[str, nn.Module]:
-    """The encoders without weights, on the meta device: component -> module."""
+def any_shells(unet: Any) -> dict[str, nn.Module]:
+    """Encoders without weights for a UNet alone. Their sizes do not matter: its conditioning is random."""
     from diffusers import AutoencoderKLTemporalDecoder
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-    if _has_pipeline(config):
-        vae = AutoencoderKLTemporalDecoder.load_config(config.source, subfolder="vae")
-        clip = CLIPVisionConfig.from_pretrained(config.source, subfolder="image_encoder")
-    else:  # their sizes do not matter: the conditioning is random, of the size that the UNet takes
-        vae = PUBLISHED_VAE
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-        clip = CLIPVisionConfig(projection_dim=unet.config.cross_attention_dim, **sizes)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    clip = CLIPVisionConfig(projection_dim=unet.config.cross_attention_dim, **sizes)
     with torch.device("meta"):
-        made = AutoencoderKLTemporalDecoder.from_config(vae), CLIPVisionModelWithProjection(clip)
-    return dict(zip(ENCODERS, made, strict=True))
+        vae = AutoencoderKLTemporalDecoder.from_config(PUBLISHED_VAE)
+        return {"vae": vae, "image_encoder": CLIPVisionModelWithProjection(clip)}
 
 
 def pipeline(config: RunConfig, **given: Any) -> StableVideoDiffusionPipeline:
@@ -83,7 +70,7 @@ def pipeline(config: RunConfig, **given: Any) -> StableVideoDiffusionPipeline:
         scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
     else:
         scheduler = EulerDiscreteScheduler.from_pretrained(config.source, subfolder="scheduler")
-    if _has_pipeline(config):
+    if has_pipeline(config):
         extractor = CLIPImageProcessor.from_pretrained(config.source, subfolder="feature_extractor")
     else:
         extractor = CLIPImageProcessor()
@@ -103,7 +90,7 @@ def pipeline(config: RunConfig, **given: Any) -> StableVideoDiffusionPipeline:
     return made
 
 
-def _has_pipeline(config: RunConfig) -> bool:
+def has_pipeline(config: RunConfig) -> bool:
     """Whether the source has all parts of a pipeline; a UNet and a scheduler are enough without an image."""
     return config.source is not None and config.image_path is not None
 
