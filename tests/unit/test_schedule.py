@@ -201,15 +201,15 @@ def test_it_is_what_a_clock_from_event_to_event_gives(seed):
         [seconds.step[r][p] * sizes[p] + 0.7 * (p == 0) + 1.3 * (p == pp - 1) for p in range(pp)] for r in range(dp)
     ]
     expected = event_by_event(dp, pp, num_samples, occupied, seconds.hop, arrivals)
-    begun = {(span.sample, span.rank % pp): span.start for span in found.spans()}
+    begun = {(span.sample, span.rank % pp): span.start for span in found.spans() if not span.decoding}
     assert begun.keys() == expected.keys()
     for place, at in expected.items():
         assert begun[place] == pytest.approx(at), place
-    latest = [expected[sample, pp - 1] + occupied[sample % dp][-1] for sample in range(num_samples)]
+    latest = [expected[sample, pp - 1] + occupied[sample % dp][-1] - 1.3 for sample in range(num_samples)]
     assert found.response_s.tolist() == pytest.approx(
         [end - there for end, there in zip(latest, arrivals, strict=True)]
     )
-    in_steps = [end - 1.3 - expected[sample, 0] - 0.7 for sample, end in enumerate(latest)]
+    in_steps = [end - expected[sample, 0] - 0.7 for sample, end in enumerate(latest)]
     assert found.numbers()["latency_s"] == pytest.approx(in_steps)
 
 
@@ -249,20 +249,35 @@ def test_ranks_that_compute_the_same_sample_count_as_company():
 
 def test_a_replica_may_be_slower():
     found = made(4, 4, dp=2, step_s=[[0.1], [0.3]])
-    assert found.ready_s.tolist() == pytest.approx([0.4, 1.2, 0.8, 2.4])
+    assert found.finished_s.tolist() == pytest.approx([0.4, 1.2, 0.8, 2.4])
     assert found.numbers()["drain_s"] == pytest.approx(1.6)
 
 
 def test_encoding_and_decoding_occupy_the_end_ranks_and_are_no_latency():
     found = made(4, 2, pp=2, step_s=0.5, encode=1.0, decode=2.0)
     assert found.occupied.tolist() == [[2.0, 3.0]]
-    assert found.ready_s.tolist() == pytest.approx([5.0, 8.0])
+    assert found.finished_s.tolist() == pytest.approx([3.0, 6.0])
     result, whole = found.numbers(), numbers(found.spans(), found.layout)
     assert result["latency_s"] == pytest.approx([2.0, 3.0])  # the second waits one for the decoding
-    assert result["makespan_s"] == pytest.approx(8.0)
-    assert result["utilisation_per_rank"] == pytest.approx([4 / 8, 6 / 8])
+    assert result["makespan_s"] == pytest.approx(6.0)  # the last decoding is not waited for
+    assert result["utilisation_per_rank"] == pytest.approx([4 / 6, 2 / 6])
+    decoded = [(span.rank, span.sample, span.start, span.end) for span in found.spans() if span.decoding]
+    assert decoded == [(1, 0, 3.0, 5.0), (1, 1, 6.0, 8.0)]
     for name in set(result) - {"latency_s"}:
         assert result[name] == pytest.approx(whole[name]), name
+
+
+@pytest.mark.parametrize(("decode", "interval_s", "first_s"), [("as-ready", 4.0, 6.0), ("at-end", 2.0, 10.0)])
+def test_decoding_as_ready_or_at_the_end(decode, interval_s, first_s):
+    """Two stages of two steps of 1 s; four samples, decoded in 2 s each."""
+    config = RunConfig(command="generate", decode=decode, total_steps=4, num_samples=4, parallel=Parallel(pp=2))
+    found = schedule.run_times(config, [1.0, 1.0], 2.0)
+    assert found["interval_s"] == pytest.approx([interval_s] * 3)
+    assert found["makespan_s"] == pytest.approx(4 + 3 * interval_s)
+    assert found["time_to_first_video_s"] == pytest.approx(first_s + 2 * (decode == "at-end"))
+    assert schedule.run_times(config, [1.0, 1.0])["time_to_first_video_s"] is None  # nothing is known of decoding
+    replicas = config.replace(parallel=Parallel(dp=8))
+    assert schedule.run_times(replicas, [1.0], 2.0)["time_to_first_video_s"] == pytest.approx(6.0)
 
 
 def test_arrivals_that_come_faster_than_ranks_can_work_queue_up():

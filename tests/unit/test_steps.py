@@ -43,6 +43,18 @@ def test_weights_give_shares_in_proportion():
     assert sizes(28, 2, [30, 10]) == sizes(28, 2, [0.3, 0.1]) == [21, 7]
 
 
+@pytest.mark.parametrize("last_busy", [0.5, 1, 3.7, 20])
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 3), (4, 1, 2)])
+def test_the_busiest_stage_is_as_short_as_possible_with_what_the_last_one_does_besides(weights, last_busy):
+    def busiest(sizes):
+        times = [size / weight for size, weight in zip(sizes, weights, strict=True)]
+        return max(*times[:-1], times[-1] + last_busy)
+
+    found = sizes(13, 3, weights, last_busy)
+    assert busiest(found) == pytest.approx(min(map(busiest, compositions(13, 3))))
+    assert sizes(13, 3, found) == found  # as --stage-weights they give themselves
+
+
 def test_a_slow_rank_keeps_one_step():
     assert sizes(10, 2, [1000, 1]) == [9, 1]
 

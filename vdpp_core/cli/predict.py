@@ -18,6 +18,7 @@ from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.family import SVD, pipeline_class
+from vdpp_core.config.run_config import COMMAND_DEFAULTS
 from vdpp_core.engine import preflight
 from vdpp_core.models import checkpoint
 from vdpp_core.parallel.devices import GIB
@@ -35,6 +36,7 @@ COLUMNS = {
     "response_s": "from arrival (s)",
     "longest_interval_s": "longest wait (s)",
     "makespan_s": "makespan (s)",
+    "time_to_first_video_s": "first video (s)",
     "utilisation": "utilisation",
     "needed_gib": "needed (GiB)",
 }
@@ -169,6 +171,7 @@ class Plan:
             wanted = "the shortest time from a video's arrival to its last step"
         print(f"{count}, {_what(config)}, on up to {gpus}; goal {self.goal}: {wanted}")
         print(f"predicted from {known}")
+        print(table.attrs["decoding"] + " (--decode includes it)" * ("decode" not in self.run))
         _print_plan(table, top)
 
     def _config(self, folder: Path | None) -> RunConfig:
@@ -227,15 +230,20 @@ def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
     if "image" in flags and is_svd:
         raise ConfigError("image", flags["image"], "not in a prediction, which is the same for all images")
     weights = {"random_weights": True} if is_svd and flags.get("model") != "dummy" else {}
-    given = {name: value for name, value in flags.items() if name != "random_weights"}
+    given = {name: value for name, value in flags.items() if name not in ("random_weights", "decode")}
+    if "decode" in flags:
+        given = COMMAND_DEFAULTS["generate"] | given
     config = arguments.run_config({"device": device, **given, **weights}, ranks, "world_size", ranks > 1)
-    if not is_svd:
+    if is_svd:
+        execution = resolve(config)
+        checkpoint.check_guidance(config, execution)
+        checkpoint.check_model(config, execution)
+    else:
         arguments.quiet()
-        return preflight.complete(config, ranks)
-    execution = resolve(config)
-    checkpoint.check_guidance(config, execution)
-    checkpoint.check_model(config, execution)
-    return config
+        config = preflight.complete(config, ranks)
+    if "decode" not in flags:
+        return config
+    return config.replace(command="generate", decode=flags["decode"], random_weights=False)
 
 
 def _run_folder(name: str) -> Path:
@@ -248,7 +256,9 @@ def _run_folder(name: str) -> Path:
 def _print_plan(table: pd.DataFrame, top: int) -> None:
     fitting, rest = table[table["place"].notna()], table[table["place"].isna()]
     if len(fitting):
-        columns = [name for name in COLUMNS if name != "response_s" or table.attrs["one_by_one"]]
+        known = {"response_s": table.attrs["one_by_one"]}
+        known["time_to_first_video_s"] = fitting["time_to_first_video_s"].notna().any()
+        columns = [name for name in COLUMNS if known.get(name, True)]
         shown = fitting.head(top)[columns].rename(columns=COLUMNS)
         lines = shown.to_string(index=False, na_rep="–", float_format="{:.4g}".format, line_width=400).splitlines()
         for line, reason in zip(lines, ["", *fitting.head(top)["reason"]], strict=True):

@@ -46,6 +46,7 @@ NUMBERS = [
     "response_s",
     "longest_interval_s",
     "makespan_s",
+    "time_to_first_video_s",
     "samples_per_s",
     "utilisation",
     "peak_gib",
@@ -68,9 +69,10 @@ def advise(
 
     Columns: `place` (1 is best, missing where the layout is excluded), `layout`, the axes and `fsdp`, `gpus`,
     `guidance` (the first mode that fits), `latency_s` and `response_s` (means; the latter from a sample's arrival to
-    its end), `longest_interval_s`, `makespan_s`, `samples_per_s`, `utilisation` (mean over the ranks, 0 to 1),
-    `peak_gib`, `needed_gib` (peak and allowances), `reason`. `attrs`: the goal, whether samples arrive `one_by_one`,
-    source and error of the rates.
+    its end), `longest_interval_s`, `makespan_s`, `time_to_first_video_s` (missing where no time of decoding is known),
+    `samples_per_s`, `utilisation` (mean over the ranks, 0 to 1), `peak_gib`, `needed_gib` (peak and allowances),
+    `reason`. `attrs`: the goal, whether samples arrive `one_by_one`, how `decoding` is included, source and error of
+    the rates.
 
     Args:
         goal: a key of GOALS.
@@ -113,7 +115,18 @@ def advise(
     table = pd.concat([fitting, rest], ignore_index=True).drop(columns="fits")
     table.insert(0, "place", pd.Series(range(1, len(fitting) + 1), dtype="Int64").reindex(table.index))
     table.attrs = {"goal": goal, "source": str(known), "error": known.error, "one_by_one": one_by_one}
+    table.attrs["decoding"] = _decoding(config, known)
     return table
+
+
+def _decoding(config: RunConfig, known: Rates) -> str:
+    """Whether the predictions include decoding, in words."""
+    if config.command != "generate":
+        return "decoding is not included"
+    if not (seconds := rates.decode_s(config, known)):
+        return "decoding is not included in the times: how long it takes is not known"
+    where = "by the last stage, between its samples" if config.decode == "as-ready" else "after all samples are denoised"
+    return f"decoding is included: {seconds:.3g} s for each sample, {where}"
 
 
 def look(
@@ -139,7 +152,8 @@ def look(
             raise ConfigError("fsdp", True, "needs at least two ranks per stage to share the parameters")
         mode = table["guidance"][table["layout"] == str(chosen)].item()
         config = config.replace(parallel=chosen, guidance_mode=mode if mode in MODES else MODES[0])
-        return table, rates.predict_schedule(config, predictor.cost(config), known, arrivals).spans()
+        cost = predictor.cost(config)
+        return table, rates.predict_schedule(rates.balanced(config, cost, known), cost, known, arrivals).spans()
     except ConfigError as error:
         return table, str(error)
 
@@ -213,6 +227,7 @@ def _row(
     else:
         return row | {"reason": _too_large(candidate, room, capacity_gib or 0.0)}
     cost = predictor.cost(candidate)
+    candidate = rates.balanced(candidate, cost, known)
     planned = rates.predict_schedule(candidate, cost, known, arrivals)
     return row | times(planned) | {"reason": _why(candidate, cost, known, planned)}
 
@@ -230,6 +245,7 @@ def times(planned: Schedule) -> dict[str, float]:
         "response_s": float(planned.response_s.mean()),
         "longest_interval_s": max(found["interval_s"], default=math.nan),
         "makespan_s": found["makespan_s"],
+        "time_to_first_video_s": math.nan if planned.first_video_s is None else planned.first_video_s,
         "samples_per_s": found["samples_per_s"],
         "utilisation": 1 - found["bubble"],
     }
@@ -251,6 +267,8 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
         )
     if layout.pp > 1:
         words.append(f"the longest stage takes {planned.occupied.max():.3g} s, latency as on one GPU")
+        if config.stage_weights is not None:
+            words[-1] += f", with --stage-weights {' '.join(f'{weight:g}' for weight in config.stage_weights)}"
     if (together := min(layout.dp, config.num_samples)) > 1:
         rounds = math.ceil(config.num_samples / layout.dp)
         words.append(f"{together} videos in parallel, {rounds} round{'s' * (rounds > 1)}")

@@ -16,6 +16,7 @@ from vdpp_core.predict.rates import Link, Rates
 from vdpp_core.predict.schedule import Schedule, Seconds
 
 STEPS = 28
+VIDEO = (4, 14, 72, 128)  # latents of 14 frames of 1024 × 576 pixels
 ONE_CARD = (1, 2, 3)  # memory rows of one card that finished: any of them can be calibrated on
 WAITING = 5  # memory row: FSDP at 25 × 72 × 128 waited for its parameters, so the link carried at least those
 
@@ -57,7 +58,13 @@ def rates(row: int, link_used: Link | None = None) -> Rates:
     facts = memory_rows()[row]
     flops = costs.cost(memory_config(facts)).flops
     source = f"published: one A5000 at {_video(facts)}"
-    return Rates(flops / (facts["first_sample_time_s"] / STEPS), link_used or link(), source, on=row)
+    step_s, decode_s = facts["first_sample_time_s"] / STEPS, _decode_s()
+    return Rates(flops / step_s, link_used or link(), source, on=row, decode_s=decode_s)
+
+
+def _decode_s() -> float:
+    """Seconds to decode one value of the latents: of the one video of 1024 × 576 pixels whose decoding was timed."""
+    return figures()["single_video_1024x576_14f_25steps"]["decode_s"] / math.prod(VIDEO)
 
 
 def link() -> Link:

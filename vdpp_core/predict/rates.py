@@ -19,6 +19,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
+from vdpp_core.config.steps import split
 from vdpp_core.models import checkpoint
 from vdpp_core.predict import costs, messages, schedule
 from vdpp_core.predict.checked_arguments import checked_dataclass
@@ -75,6 +76,7 @@ class Rates:
         setting: model, hardware, type and threads of that run.
         cores: what all ranks of this machine share, in threads of a rank; None where each rank has its own device.
         slowdown: by which share each other busy rank lengthens a step (CPU cores share caches and clock).
+        decode_s: seconds to decode one value of the latents and write its video; 0 where they are not known.
         error: least and greatest relative error of predictions made from this, where measurements exist.
 
     Raises:
@@ -88,6 +90,7 @@ class Rates:
     setting: str = ""
     cores: Annotated[float, Field(gt=0)] | None = None
     slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    decode_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     error: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -136,6 +139,21 @@ def hop_s(config: RunConfig, rates: Rates) -> float:
     return rates.link.seconds(messages.largest(config))
 
 
+def decode_s(config: RunConfig, rates: Rates) -> float:
+    """Seconds to decode a sample: in proportion to the size of its latents. 0 where that is not known, or not done."""
+    return rates.decode_s * math.prod(config.shape) if config.command == "generate" else 0.0
+
+
+def balanced(config: RunConfig, cost: Cost, rates: Rates) -> RunConfig:
+    """The run with fewer steps on a last stage that decodes between its samples, so that the busiest stage, which sets
+    the interval, is as short as possible. Given stage weights are kept."""
+    layout, last_busy = config.layout, decode_s(config, rates) / seconds(cost, shared(config, rates))
+    if config.decode != "as-ready" or layout.pp == 1 or config.stage_weights is not None:
+        return config
+    sizes = [len(steps) for steps in split(config.total_steps, layout.pp, last_busy=last_busy)]
+    return config if sizes == [len(steps) for steps in config.stages()] else config.replace(stage_weights=sizes)
+
+
 def predict(config: RunConfig, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
     """Predict the schedule of a run on ranks that are all alike; a run without a layout is on one rank."""
     config = config.replace(parallel=config.parallel or Parallel())
@@ -148,14 +166,15 @@ def predict_schedule(config: RunConfig, cost: Cost, rates: Rates, arrivals: Arra
     Args:
         arrivals: when each sample arrives, in seconds, as of `schedule.make`.
     """
-    step = Seconds(seconds(cost, shared(config, rates)), hop=hop_s(config, rates))
+    decoding = {"decode": decode_s(config, rates), "as_ready": config.decode == "as-ready"}
+    step = Seconds(seconds(cost, shared(config, rates)), hop=hop_s(config, rates), **decoding)
     planned = schedule.predict(config, step, arrivals)
     if rates.slowdown and rates.cores and config.layout.world_size > 1:
         spans = planned.spans()
         busy = np.array([span.busy for span in spans])
         others = min(float((others_busy(spans) * busy).sum() / busy.sum()), rates.cores - 1)
         slower = replace(rates, flops_per_s=rates.flops_per_s / (1 + rates.slowdown * others))
-        step = Seconds(seconds(cost, shared(config, slower)), hop=step.hop)
+        step = replace(step, step=seconds(cost, shared(config, slower)))
         planned = schedule.predict(config, step, arrivals)
     return planned
 
@@ -181,14 +200,15 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
         checkpoint.check_model(config, resolve(config))
     on_cpu = result["device"] == "cpu"
     events = Run(folder).events()
-    spans = results.measured_spans(events)
+    everything = results.measured_spans(events)
+    spans = [span for span in everything if not span.decoding]
     if len(spans) != config.num_samples * config.layout.pp:
         raise ConfigError("calibrate", folder, "must have the events of all of its samples")
     cores = result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None
     steady = _without_hiccups(events, crowd=1.0 if cores is None else max(1.0, config.layout.world_size / cores))
     sizes = np.array([len(steady[span.rank, span.sample]) for span in spans])
     each = np.array([fmean(steady[span.rank, span.sample] or [0.0]) for span in spans])
-    step, slowdown = _step_alone(others_busy(spans), each, sizes) if on_cpu else (_mean_step(each, sizes), 0.0)
+    step, slowdown = _step_alone(others_busy(everything)[:len(spans)], each, sizes) if on_cpu else (_mean_step(each, sizes), 0.0)
     others, reason = result.get("other_ranks_at_work"), unfit(result)
     company = f" beside {other_runs.ranks_of_other_runs(others)}" if others else ""
     return Rates(
@@ -199,6 +219,7 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
         setting=setting_of(config, result),
         cores=cores,
         slowdown=slowdown,
+        decode_s=median(result.get("decode_s") or [0.0]) / math.prod(config.shape),
     )
 
 

@@ -32,7 +32,8 @@ class Seconds:
         step: one denoising step: one number for all ranks, one per stage, or one per replica and stage (dp, pp).
         hop: a hand-off, from the end of a stage to the start of the next; a link carries one sample at a time.
         encode: on the first stage, before the first step.
-        decode: on the last stage, after the last step.
+        decode: of a sample; on the last stage after its last step, or else once its replica has denoised all samples.
+        as_ready: which of the two.
 
     Raises:
         ConfigError: a step takes no time, or something takes less than none.
@@ -42,11 +43,17 @@ class Seconds:
     hop: NotNegative = 0.0
     encode: NotNegative = 0.0
     decode: NotNegative = 0.0
+    as_ready: bool = True
 
     def __post_init__(self) -> None:
         step = _numbers("step", self.step)
         if not (step.size and ((step > 0) & (step < LONGEST_S)).all()):
             raise ConfigError("step", step.ravel().tolist(), f"must be above 0 and below {LONGEST_S:g} seconds")
+
+    @property
+    def decode_in_between(self) -> float:
+        """Seconds for which decoding keeps the last stage from its next sample."""
+        return self.decode if self.as_ready else 0.0
 
     def on_ranks(self, layout: Parallel, sizes: list[int]) -> Array:
         """Seconds that a sample occupies each rank, (dp, pp).
@@ -61,7 +68,7 @@ class Seconds:
             raise ConfigError("step", np.shape(self.step), allowed) from None
         occupied = step * np.asarray(sizes)
         occupied[:, 0] += self.encode
-        occupied[:, -1] += self.decode
+        occupied[:, -1] += self.decode_in_between
         return occupied
 
 
@@ -99,31 +106,54 @@ class Schedule:
         return values.ravel()[: len(self.arrivals)]
 
     @property
-    def ready_s(self) -> Array:
-        """When each sample is finished, decoding included, (num_samples,) in seconds."""
-        return self.of_samples(self.starts(self.started.shape[2] - 1) + self.occupied[:, -1])
+    def in_steps(self) -> Array:
+        """Seconds that a sample occupies each rank without decoding, (dp, pp)."""
+        found = self.occupied.copy()
+        found[:, -1] -= self.seconds.decode_in_between
+        return found
+
+    @property
+    def finished_s(self) -> Array:
+        """When the last step of each sample ends, (num_samples,) in seconds."""
+        return self.of_samples(self.starts(self.started.shape[2] - 1) + self.in_steps[:, -1])
 
     @property
     def response_s(self) -> Array:
         """From each sample's arrival until it is finished, waiting included, (num_samples,) in seconds."""
-        return self.ready_s - self.arrivals
+        return self.finished_s - self.arrivals
+
+    @property
+    def first_video_s(self) -> float | None:
+        """When the first sample is decoded, in seconds; None where the time of decoding is not known."""
+        if not self.seconds.decode:
+            return None
+        finished, replicas = self.finished_s, self.started.shape[1]
+        if not self.seconds.as_ready:
+            finished = np.array([finished[replica::replicas].max() for replica in range(min(replicas, len(finished)))])
+        return float(finished.min()) + self.seconds.decode
 
     def spans(self) -> list[Span]:
-        """One span for each sample and rank."""
+        """One span for each sample and rank, and one for each decoding between two samples."""
         layout, (_, replicas, stages) = self.layout, self.started.shape
         starts = [self.of_samples(self.starts(stage)).tolist() for stage in range(stages)]
-        occupied = self.occupied.tolist()
-        return [
+        in_steps, decode = self.in_steps.tolist(), self.seconds.decode_in_between
+        found = [
             Span(layout.rank(sample % replicas, stage, member), sample, start, start + seconds, seconds)
             for sample in range(len(self.arrivals))
             for stage in range(stages)
-            for start, seconds in ((starts[stage][sample], occupied[sample % replicas][stage]),)
+            for start, seconds in ((starts[stage][sample], in_steps[sample % replicas][stage]),)
             for member in range(layout.lockstep)
         ]
+        if decode:
+            found += [
+                Span(layout.rank(sample % replicas, stages - 1), sample, end, end + decode, decode, decoding=True)
+                for sample, end in enumerate(self.finished_s.tolist())
+            ]
+        return found
 
     def numbers(self) -> dict[str, Any]:
-        """The numbers of the run, named as by `metrics.numbers`, without making the spans; latency leaves out encoding
-        and decoding."""
+        """The numbers of the run, named as by `metrics.numbers`, without making the spans; latency leaves out
+        encoding."""
         layout, (_, replicas, stages) = self.layout, self.started.shape
         count = (~np.isnan(self.starts(0))).sum(axis=0)
         first = np.stack([self.starts(stage)[0] for stage in range(stages)], axis=1)
@@ -136,11 +166,11 @@ class Schedule:
         return numbers_of(
             layout,
             replica=np.arange(len(self.arrivals)) % replicas,
-            latency=self.ready_s - self.of_samples(self.starts(0)) - self.seconds.encode - self.seconds.decode,
-            ended=self.ready_s,
-            busy=of_ranks(self.occupied * count[:, None], 0.0),
+            latency=self.finished_s - self.of_samples(self.starts(0)) - self.seconds.encode,
+            ended=self.finished_s,
+            busy=of_ranks(self.in_steps * count[:, None], 0.0),
             taken=of_ranks(first, np.nan),
-            left=of_ranks(last + self.occupied, np.nan),
+            left=of_ranks(last + self.in_steps, np.nan),
         )
 
 
@@ -214,9 +244,11 @@ def predict(config: RunConfig, seconds: Seconds, arrivals: ArrayLike = 0.0) -> S
     return make(config.layout, sizes, config.num_samples, seconds, arrivals, replicas)
 
 
-def run_times(config: RunConfig, step_s: list[float]) -> dict[str, Any]:
-    """The numbers of a run, named as by `metrics.numbers`, predicted from the seconds of a step on each stage."""
-    return predict(config, Seconds(step_s)).numbers()
+def run_times(config: RunConfig, step_s: list[float], decode_s: float = 0.0) -> dict[str, Any]:
+    """The numbers of a run, named as in its result, predicted from the seconds of a step on each stage and, where they
+    are known, of decoding a sample."""
+    planned = predict(config, Seconds(step_s, decode=decode_s, as_ready=config.decode == "as-ready"))
+    return planned.numbers() | {"time_to_first_video_s": planned.first_video_s}
 
 
 @checked

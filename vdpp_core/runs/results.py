@@ -18,11 +18,12 @@ from vdpp_core.runs.failure import first_cause
 from vdpp_core.runs.metrics import Span
 from vdpp_core.runs.run import Run
 
-PredictTimes = Callable[[RunConfig, list[float]], dict[str, Any]]
+PredictTimes = Callable[[RunConfig, list[float], float], dict[str, Any]]
 
 
 def measured_spans(events: Sequence[Event]) -> list[Span]:
-    """One span for each sample on each rank, without warm-up, in seconds since the clock started."""
+    """One span for each sample on each rank, without warm-up, in seconds since the clock started; then one for each
+    decoding."""
     zero = clock_starts(events)
     return [
         Span(
@@ -34,6 +35,11 @@ def measured_spans(events: Sequence[Event]) -> list[Span]:
         )
         for (rank, sample), part in measured_steps(events).items()
         if rank in zero
+    ] + [
+        Span(video.rank, video.sample, end - video.seconds, end, video.seconds, decoding=True)
+        for video in kinds.of(events, kinds.Video)
+        if video.rank in zero
+        for end in (video.t - zero[video.rank],)
     ]
 
 
@@ -176,16 +182,18 @@ def _predicted_memory(run: Run, events: Sequence[Event]) -> dict[str, Any]:
 def _predicted_times(
     config: RunConfig, events: Sequence[Event], samples: Sequence[int], predict_times: PredictTimes | None
 ) -> dict[str, Any]:
-    """Times predicted from the steps before the clock started: of the warm-up samples, else the warm-up step."""
+    """Times predicted from the steps before the clock started: of the warm-up samples, else the warm-up step; and from
+    the first decoding, before which none is timed."""
     stages: list[list[Event]] = [[] for _ in range(config.layout.pp)]
     for event in events:
         stages[config.layout.place(event.rank).stage].append(event)
     step_s = [_seconds_before_the_clock(stage) for stage in stages]
     if predict_times is None or not samples or not all(step_s):
         return {}
-    seconds = list(map(median, step_s))
-    source = {"source": "the steps before the clock started", "step_s_per_stage": seconds}
-    return source | predict_times(config.replace(num_samples=len(samples)), seconds)
+    seconds, video = list(map(median, step_s)), next(iter(kinds.of(events, kinds.Video)), None)
+    source = "the steps before the clock started" + " and the first decoding" * (video is not None)
+    known = {"source": source, "step_s_per_stage": seconds}
+    return known | predict_times(config.replace(num_samples=len(samples)), seconds, video.seconds if video else 0.0)
 
 
 def _seconds_before_the_clock(stage: Sequence[Event]) -> list[float]:
@@ -207,7 +215,8 @@ def settle(
             killed it, or the cause in words.
         reason: what ended the run where no rank did: "stopped" by the user, or how the launcher ended.
         again: replace the account of a bad end that a rank wrote earlier, when less was known.
-        predict_times: config and seconds of a step on each stage -> the predicted times, named as in the result.
+        predict_times: config, seconds of a step on each stage and of decoding a sample (0: not known) -> the predicted
+            times, named as in the result.
     """
     result = run.result()
     if result is not None and (not again or result["outcome"] == "ok"):
