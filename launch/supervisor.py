@@ -33,7 +33,7 @@ from launch.terminate import end_children
 from vdpp_core.cli import local_torchrun
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, redacted
-from vdpp_core.predict import memory
+from vdpp_core.predict import prediction
 from vdpp_core.runs import events, runfolder, stalls
 from vdpp_core.runs.files import Place
 from vdpp_core.runs.run import Run
@@ -84,7 +84,7 @@ def supervise(folder: Path, others: Others | None = None) -> None:
         watchdog = Watchdog(folder, place, leave)
         settle = partial(_settle, place, folder, others)
         watchdog.start()
-        predicting = threading.Thread(target=_predict_memory, args=[folder], daemon=True)
+        predicting = threading.Thread(target=_predict, args=[folder], daemon=True)
         predicting.start()
         exits: dict[int, int] = {}
         try:
@@ -109,10 +109,10 @@ def supervise(folder: Path, others: Others | None = None) -> None:
         settle(watchdog.stalled or exits)
 
 
-def _predict_memory(folder: Path) -> None:
-    """Predict the memory that the run is compared with afterwards, while the ranks load."""
+def _predict(folder: Path) -> None:
+    """Predict what the run is compared with afterwards, while the ranks load."""
     with contextlib.suppress(ConfigError, OSError):  # its model or its folder has just been removed
-        memory.record(folder)
+        prediction.record(folder)
 
 
 def _agent(folder: Path, others: Others | None) -> LaunchConfig:

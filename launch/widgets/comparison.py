@@ -14,9 +14,9 @@ from vdpp_core.runs import results
 MOST_SAMPLES = 100  # more could not be told apart
 COMPARED = (
     *("layout", "model", "total_steps", "num_samples", "outcome", "disturbed"),
-    *("makespan_s", "predicted_makespan_s"),
+    *("makespan_s", "predicted_makespan_s", "time_to_first_video_s", "predicted_time_to_first_video_s"),
     *("latency_s", "predicted_latency_s", "interval_s", "predicted_interval_s", "samples_per_s", "bubble"),
-    *("max_peak_memory_gb", "predicted_peak_memory_gb"),
+    *("max_peak_memory_gb", "predicted_peak_memory_gb", "solver", "handoff_mb", "predicted_handoff_mb"),
 )
 
 
@@ -43,7 +43,7 @@ def timeline(jobs: Sequence[Job]) -> Figure | None:
         config, spans = job.run.config, results.measured_spans(job.run.events())
         shown = [span for span in spans if span.sample < MOST_SAMPLES]
         if shown:
-            ends[job.folder] = max(span.end for span in spans), str(config.layout)
+            ends[job.folder] = max(span.end for span in spans if not span.decoding), str(config.layout)
             first = f", the first {MOST_SAMPLES}" * (len(shown) < len(spans))
             caption = f"{job.run_id}: {config.num_samples} samples of {config.total_steps} steps{first}"
             panels.append((caption, shown, config.layout))

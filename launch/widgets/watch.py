@@ -54,6 +54,7 @@ def _run(run_id: str, progress: dict[str, Any]) -> str:
     bars = [_bar(run_id, progress["share"], words)]
     for rank in progress["ranks"]:
         at = f"sample {rank['sample']}, step {rank['step']}" if rank["step"] is not None else rank["phase"]
+        at = f"decoding sample {rank['sample']}" if rank["phase"] in ("decode", "chunk") else at
         at = "done" if rank["phase"] == "done" else at
         bars.append(_bar(f"rank {rank['rank']}", rank["steps_done"] / max(1, rank["steps"]), at))
     return "".join(bars)

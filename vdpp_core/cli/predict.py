@@ -72,7 +72,7 @@ class Memory:
         for line in _parts(facts, config):
             print(line)
         if "fits" in facts:
-            for line in _verdict(facts, config.decode_chunk_size):
+            for line in _verdict(facts, config):
                 print(f"  {line}")
 
 
@@ -82,13 +82,18 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
     mode = f", {'sequential' if config.sequential else 'batched'} guidance{chunked}" if config.is_svd else ""
     lines = [f"{config.layout}, {_what(config)}{mode}"]
     lines += [f"  {part:14} {facts[f'{part}_gb']:9.3f} GB" for part in PARTS]
-    lines.append(f"  {'peak':14} {facts['peak_gb']:9.3f} GB per rank, in {facts['peak_layer']}")
+    as_ready = config.decode == "as-ready" and config.is_svd
+    whose = "on the last stage" if as_ready else "per rank"
+    lines.append(f"  {'peak':14} {facts['peak_gb']:9.3f} GB {whose}, in {facts['peak_layer']}")
     if count := facts["communicators"]:
         each = f"{facts['communicator_gib'] * GIB / 1e9:.3g} GB each, {facts['communicator_source']}"
         lines.append(f"  {'communicators':14} {facts['communicators_gb']:9.3f} GB in addition: {count} of NCCL, {each}")
     if config.layout.shards > 1:
         lines.append(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
-    if decoding := facts["decoding_peak_gb"]:
+    if as_ready:
+        lines.append(f"  it decodes between its steps, {config.decode_chunk_size} frames at a time, beside the UNet")
+        lines.append(f"  the peak of stages that decode nothing: {facts['other_stages_peak_gb']:.3f} GB")
+    elif decoding := facts["decoding_peak_gb"]:
         lines.append(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {decoding:.3f} GB")
     elif not config.is_svd:
         lines.append(f"  decoding is not predicted for {config.pipeline_class}")
@@ -107,21 +112,25 @@ def _what(config: RunConfig) -> str:
     return f"latents {config.size_text}, {resolve(config).dtype_name}"
 
 
-def _verdict(facts: dict[str, Any], chunk: int) -> list[str]:
-    """Whether the steps and the decoding fit, in one line; then what would help."""
+def _verdict(facts: dict[str, Any], config: RunConfig) -> list[str]:
+    """Whether the steps and the decoding fit, in one line; then what would help. With --decode they are one run."""
+    chunk, generates = config.decode_chunk_size, config.command == "generate"
     smaller = facts["decode_chunk_size_that_fits"] if facts["decoding_peak_gb"] else chunk
+    subject, needs = "the steps", "need"
+    if generates:
+        subject, needs = "the last stage" if config.decode == "as-ready" else "a rank", "needs"
     device = f"{facts['capacity_gib'] * GIB / 1e9:.2f} GB ({facts['capacity_gib']:g} GiB)"
     decoding = f"decoding {chunk} frames at a time"
-    if smaller == chunk:
+    if generates or smaller == chunk:
         verdict = f"{'fits' if facts['fits'] else 'does not fit'} in {device}"
     elif facts["fits"]:
         verdict = f"the steps fit in {device}, but {decoding} does not"
     else:
         verdict = f"neither the steps nor {decoding} fit in {device}"
-    lines = [f"{verdict}: the steps need {facts['needed_gib'] * GIB / 1e9:.2f} GB, allowances included"]
-    lines += [f"the steps would fit with {remedy}" for remedy in facts["remedies"]]
+    lines = [f"{verdict}: {subject} {needs} {facts['needed_gib'] * GIB / 1e9:.2f} GB, allowances included"]
+    lines += [f"{subject} would fit with {remedy}" for remedy in facts["remedies"]]
     if not facts["fits"] and not facts["remedies"]:
-        lines.append("no single change would make the steps fit")
+        lines.append(f"no single change would make {subject} fit")
     if smaller != chunk:
         help = f"with --decode-chunk-size {smaller}" if smaller else "with no chunk size"
         lines.append(f"decoding would fit {help}")

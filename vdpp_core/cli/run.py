@@ -21,7 +21,7 @@ from vdpp_core.engine import preflight
 from vdpp_core.engine.measure import keep_freed_memory
 from vdpp_core.engine.memory_limit import OutOfMemoryError
 from vdpp_core.parallel.rendezvous import Ranks, agree
-from vdpp_core.predict import cores_and_disk, memory
+from vdpp_core.predict import cores_and_disk, memory, prediction
 from vdpp_core.predict.schedule import run_times
 from vdpp_core.runs import events, runfolder
 from vdpp_core.runs.run import Run as RunRead
@@ -146,7 +146,7 @@ def _not_run_before(folder: Path) -> str:
 
 def _record_and_execute(folder: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
-        memory.record(folder)
+        prediction.record(folder)
     _execute(folder, ranks)
 
 

@@ -49,8 +49,8 @@ def _assignment(config: RunConfig) -> list[str]:
 
 def _summary(result: dict[str, Any]) -> dict[str, str]:
     rate = result["steady_state_samples_per_s"]
-    predicted = (result["predicted"] or {}).get("max_peak_memory_gb", math.nan)
-    handed = result.get("handoff_bytes_per_rank", [])
+    predicted = result["predicted"] or {}
+    peak = predicted.get("max_peak_memory_gb", math.nan)
     return {
         "samples finished": str(result["samples_finished"]),
         "time to first sample (s)": f"{result['first_sample_time_s']:.3f}",
@@ -61,12 +61,21 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "samples/s, steady state": "needs two samples" if rate is None else f"{rate:.4f}",
         "utilisation per rank": ", ".join(f"{share:.0%}" for share in result["utilisation_per_rank"]),
         "peak memory per rank (GB)": ", ".join(f"{peak:.3f}" for peak in result["peak_memory_gb_per_rank"]),
-        "predicted peak memory (GB)": "not predicted" if math.isnan(predicted) else f"{predicted:.3f}",
-    } | ({"hand-off of each rank (MB)": ", ".join(_megabytes(size) for size in handed)} if any(handed) else {})
+        "predicted peak memory (GB)": "not predicted" if math.isnan(peak) else f"{peak:.3f}",
+    } | _handoffs(result.get("handoff_bytes_per_rank", []), predicted)
 
 
-def _megabytes(size: int | None) -> str:
-    return "–" if size is None else f"{size / 1e6:.4g}"
+def _handoffs(measured: Sequence[int | None], predicted: dict[str, Any]) -> dict[str, str]:
+    if not any(measured):
+        return {}
+    lines = {"hand-off of each rank (MB)": _megabytes(measured)}
+    if "solver" in predicted:
+        lines["predicted hand-off (MB)"] = f"{_megabytes(predicted['handoff_bytes_per_rank'])}, {predicted['solver']}"
+    return lines
+
+
+def _megabytes(sizes: Sequence[int | None]) -> str:
+    return ", ".join("–" if size is None else f"{size / 1e6:.4g}" for size in sizes)
 
 
 def _listed(seconds: Sequence[float], digits: int) -> str:

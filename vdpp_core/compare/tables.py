@@ -30,6 +30,7 @@ def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
         except ConfigError as error:
             warnings.warn(f"left out: {error}", stacklevel=2)
             continue
+        predicted = result["predicted"] or {}
         rows.append(
             {
                 "run_id": result["run_id"],
@@ -46,8 +47,11 @@ def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
                 "sent_gb_per_step": max(result.get("lockstep_gb_per_step_per_rank") or [0.0]),
                 "limit_gib": float("nan") if config.memory_limit_gib is None else config.memory_limit_gib,
                 "max_peak_memory_gb": result["max_peak_memory_gb"],
-                "predicted_peak_memory_gb": (result["predicted"] or {}).get("max_peak_memory_gb"),
-                **{f"predicted_{name}": value for name, value in _times(result["predicted"] or {}).items()},
+                "predicted_peak_memory_gb": predicted.get("max_peak_memory_gb"),
+                **{f"predicted_{name}": value for name, value in _times(predicted).items()},
+                "solver": predicted.get("solver"),
+                "handoff_mb": _largest_handoff(result),
+                "predicted_handoff_mb": _largest_handoff(predicted),
             }
         )
     return pd.DataFrame(rows, columns=None if rows else ["run_id", "outcome"])
@@ -55,11 +59,17 @@ def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
 
 def _times(numbers: dict[str, Any]) -> dict[str, float | None]:
     """The numbers to compare among `vdpp_core.runs.metrics.numbers`, with the median latency and mean interval."""
-    names = ("makespan_s", "samples_per_s", "steady_state_samples_per_s", "first_sample_time_s", "bubble")
+    names = ["makespan_s", "samples_per_s", "steady_state_samples_per_s", "first_sample_time_s", "bubble"]
+    names.append("time_to_first_video_s")
     return {name: numbers.get(name) for name in names} | {
         "latency_s": median(numbers["latency_s"]) if numbers.get("latency_s") else None,
         "interval_s": fmean(numbers["interval_s"]) if numbers.get("interval_s") else None,
     }
+
+
+def _largest_handoff(numbers: dict[str, Any]) -> float | None:
+    """In MB (1e6 bytes)."""
+    return max((size / 1e6 for size in numbers.get("handoff_bytes_per_rank") or [] if size), default=None)
 
 
 def source(runs: Sequence[Path | Run]) -> str:

@@ -5,9 +5,7 @@ import itertools
 from collections.abc import Sequence
 
 
-def split(
-    total_steps: int, stages: int, weights: Sequence[float] | None = None, last_busy: float = 0.0
-) -> list[range]:
+def split(total_steps: int, stages: int, weights: Sequence[float] | None = None, last_busy: float = 0.0) -> list[range]:
     """Cut steps 0 … total_steps-1 (0 is the noisiest) into contiguous stages, none of them empty.
 
     Without weights, sizes differ by at most one and the larger stages come first. With weights (relative speeds of the

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from vdpp_core.config.layout import Parallel
 from vdpp_core.plots.style import COLOURS, INK, axis_of, name_rows, new_figure
@@ -19,7 +20,8 @@ SECONDS = "time since the clock started (s)"
 def gantt(
     runs: Sequence[tuple[str, Sequence[Span], Parallel]], title: str, small_print: str, predicted: bool = False
 ) -> Figure:
-    """What each rank does when: a row per rank, a numbered bar per sample, a panel per run, over seconds.
+    """What each rank does when: a row per rank, a numbered bar per sample, a hatched one while it is decoded, a panel
+    per run, over seconds.
 
     Args:
         runs: (caption, spans, layout) of each panel; all share the time axis.
@@ -37,14 +39,19 @@ def gantt(
 
 
 def draw_spans(panel: Axes, spans: Sequence[Span], layout: Parallel, latest: float, predicted: bool) -> None:
-    """Draw spans as bars, a row per rank, two shades in turn, up to `latest` seconds."""
+    """Draw spans as bars, a row per rank, two shades in turn, up to `latest` seconds; decoding is hatched."""
     palette = sns.light_palette(COLOURS[axis_of(layout)], n_colors=100, as_cmap=True)
     edge, style = (INK, "--") if predicted else ("white", "-")
+    hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": INK, "hatch": "////", "label": "decoding"}
+    if any(span.decoding for span in spans):
+        look: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "fontsize": 7, "frameon": False}
+        panel.legend(handles=[Patch(**hatched)], borderaxespad=0.2, **look)
     for span in spans:
         face = palette((0.95 if span.sample % 2 == 0 else 0.5) * (0.6 if predicted else 1))
-        look = {"facecolor": face, "edgecolor": edge, "linestyle": style, "linewidth": 0.8}
-        panel.add_patch(Rectangle((span.start, span.rank - 0.42), span.end - span.start, 0.84, **look))
-        if span.end - span.start > 0.015 * latest:
+        look = hatched if span.decoding else {"facecolor": face, "edgecolor": edge}
+        place = (span.start, span.rank - 0.42), span.end - span.start, 0.84
+        panel.add_patch(Rectangle(*place, linestyle=style, linewidth=0.8, **look))
+        if span.end - span.start > 0.015 * latest and not span.decoding:
             ink = "white" if sum(face[:3]) < 1.5 else "black"
             middle = (span.start + span.end) / 2
             panel.text(middle, span.rank, str(span.sample), ha="center", va="center", fontsize=7, color=ink)

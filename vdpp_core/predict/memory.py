@@ -13,14 +13,11 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.layout import Parallel
-from vdpp_core.models import checkpoint
 from vdpp_core.parallel import devices
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import communicators, trace
 from vdpp_core.predict.allocator import FullError
 from vdpp_core.predict.replay import Peak, peak, play, room_needed
-from vdpp_core.runs import runfolder
-from vdpp_core.runs.run import Run
 
 # Device memory outside PyTorch's allocator on one rank: CUDA's context, the libraries' own memory, and what is not
 # modelled. NCCL's communicators come on top (vdpp_core/predict/communicators.py).
@@ -40,6 +37,8 @@ CALL = ("prompt", "negative_prompt", "image", "call", "num_frames", "height", "w
 def predict(config: RunConfig) -> Peak:
     """Peak memory of a rank's denoising step. About a second for the published UNet, once for each shape and mode.
 
+    With `--decode as-ready`, of the last stage: it decodes between its steps, and always holds the VAE.
+
     Counts everything that PyTorch's operators allocate, but no workspaces inside kernels (cuDNN, oneDNN).
 
     Raises:
@@ -48,27 +47,17 @@ def predict(config: RunConfig) -> Peak:
     return peak(trace_of(config), _shards(config), config.fsdp_cpu_offload)
 
 
-def record(folder: Path) -> None:
-    """Write the predicted peak memory of a run's rank into its folder, unless it is there already.
-
-    Raises:
-        ConfigError: config.json or the model that it names cannot be read.
-    """
-    run = Run(folder)
-    if run.prediction is None:
-        runfolder.write_prediction(folder, predict(run.config).in_gb())
-
-
 def predict_decoding(config: RunConfig) -> Peak | None:
-    """Peak memory of decoding a sample in chunks of `decode_chunk_size` frames after the UNet is freed; None without a
-    VAE, and for other pipelines than Stable Video Diffusion, whose decoding is not predicted."""
+    """Peak memory of decoding a sample in chunks of `decode_chunk_size` frames, after the UNet is freed or, with
+    `--decode as-ready`, beside it; None without a VAE, and for other pipelines than Stable Video Diffusion, whose
+    decoding is not predicted."""
     if not config.is_svd:
         return None
     if config.model in ("dummy", "medium") and config.model_id is None:
         return None
     if config.model_id is not None and Path(config.model_id).is_dir() and not (Path(config.model_id) / "vae").is_dir():
         return None
-    return peak(_decoding(config))
+    return predict(config) if config.decode == "as-ready" else peak(_decoding(config))
 
 
 @dataclass(frozen=True)
@@ -131,8 +120,6 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     """
     if capacity_gib is not None:
         check_capacity(capacity_gib)
-    if config.is_svd:
-        checkpoint.check_model(config, resolve(config))
     expected, decoding = predict(config), predict_decoding(config)
     opened, (gib_each, known) = communicators.most(config), communicators.gib_each()
     facts: dict[str, Any] = {
@@ -141,6 +128,7 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
         "largest_unit": expected.largest_unit.name,
         "largest_unit_gb": expected.largest_unit.shard(1) / 1e9,
         "decoding_peak_gb": decoding and decoding.total / 1e9,
+        "other_stages_peak_gb": predict(config.replace(decode="at-end")).total / 1e9,
         "communicators": opened,
         "communicators_gb": opened * gib_each * GIB / 1e9,
         "communicator_gib": gib_each,
@@ -176,7 +164,7 @@ def check_capacity(capacity_gib: float) -> None:
 def _chunk_that_fits(config: RunConfig, capacity: float) -> int | None:
     """The largest decode_chunk_size that fits, found by halving; None if not even 1 does."""
     size, allowed = config.decode_chunk_size, _allowed_for_decoding(config, capacity)
-    while size >= 1 and peak(_decoding(config.replace(decode_chunk_size=size))).total > allowed:
+    while size and (peak := predict_decoding(config.replace(decode_chunk_size=size))) and peak.total > allowed:
         size //= 2
     return size or None
 
@@ -206,6 +194,8 @@ def remedies(config: RunConfig, capacity: float) -> list[str]:
         found += _with_fsdp(config.replace(**change), capacity, f"{words} ")
     if config.command == "generate" and fit(config.replace(decode_chunk_size=1), capacity).fits:
         found.append("--decode-chunk-size 1")
+    if config.decode == "as-ready" and fit(config.replace(decode="at-end"), capacity).fits:
+        found.append("--decode at-end")
     if frames := _frames_that_fit(config, capacity):
         found.append(f"{frames} frames instead of {config.shape[2]}")
     return found
@@ -270,7 +260,7 @@ def _shards(config: RunConfig) -> int:
 def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
     """The phases of a rank: trace, shards, whether the shards are offloaded."""
     phases = [(trace_of(config), _shards(config), config.fsdp_cpu_offload)]
-    if config.command == "generate" and config.is_svd:
+    if config.command == "generate" and config.is_svd and config.decode == "at-end":
         phases.append((_decoding(config), 1, False))
     return phases
 
@@ -281,13 +271,14 @@ def _decoding(config: RunConfig) -> trace.Trace:
 
 
 def trace_of(config: RunConfig) -> trace.Trace:
-    """Allocations of a rank in a step.
+    """Allocations of a rank in a step and, with `--decode as-ready`, in the decoding of a sample after it.
 
     Raises:
         ConfigError: the video is too large for the meta device.
     """
     with countable(config):
-        return trace.step(alike(config), resolve(config).dtype)
+        step = trace.step(alike(config), resolve(config).dtype)
+    return step.then(_decoding(config)) if config.decode == "as-ready" and config.is_svd else step
 
 
 @contextmanager

@@ -52,6 +52,16 @@ def per_stage(config: RunConfig) -> list[int]:
     return [after[steps.stop - 1] for steps in config.stages()[:-1]]
 
 
+def per_rank(config: RunConfig) -> list[int | None]:
+    """Bytes that each rank hands on with a sample; None where it hands none on.
+
+    Raises:
+        ConfigError: the pipeline refuses the run.
+    """
+    sizes, places = [*per_stage(config), None], map(config.layout.place, range(config.layout.world_size))
+    return [sizes[place.stage] if config.samples(place.replica) else None for place in places]
+
+
 def largest(config: RunConfig) -> int:
     """Bytes of the largest hand-off; of a run in one stage, of the largest that it would have in several.
 

@@ -125,7 +125,7 @@ def _decoding(config: RunConfig, known: Rates) -> str:
         return "decoding is not included"
     if not (seconds := rates.decode_s(config, known)):
         return "decoding is not included in the times: how long it takes is not known"
-    where = "by the last stage, between its samples" if config.decode == "as-ready" else "after all samples are denoised"
+    where = "by the last stage between its samples" if config.decode == "as-ready" else "after all denoising"
     return f"decoding is included: {seconds:.3g} s for each sample, {where}"
 
 

@@ -55,7 +55,7 @@ class Predictor:
     """
 
     def __init__(self, fitted_to: RunConfig | None = None) -> None:
-        self.rooms: dict[tuple[RunConfig, int, bool], Room] = {}
+        self.rooms: dict[tuple[Any, ...], Room] = {}
         has_layers = fitted_to is not None and fitted_to.is_svd and fitted_to.model != "dummy"
         self.fit = _Fit(fitted_to) if fitted_to is not None and has_layers else None
 
@@ -77,7 +77,8 @@ class Predictor:
         return Room(room.peak, room.needed + memory.outside(config))
 
     def _counted(self, config: RunConfig) -> Room:
-        key = memory.alike(config), config.layout.shards, config.fsdp_cpu_offload
+        decoding = config.command, config.decode, config.decode_chunk_size
+        key = memory.alike(config), config.layout.shards, config.fsdp_cpu_offload, decoding
         if key not in self.rooms:
             self.rooms[key] = _count(config)
         return self.rooms[key]

@@ -166,8 +166,8 @@ def predict_schedule(config: RunConfig, cost: Cost, rates: Rates, arrivals: Arra
     Args:
         arrivals: when each sample arrives, in seconds, as of `schedule.make`.
     """
-    decoding = {"decode": decode_s(config, rates), "as_ready": config.decode == "as-ready"}
-    step = Seconds(seconds(cost, shared(config, rates)), hop=hop_s(config, rates), **decoding)
+    computing, as_ready = seconds(cost, shared(config, rates)), config.decode == "as-ready"
+    step = Seconds(computing, hop=hop_s(config, rates), decode=decode_s(config, rates), as_ready=as_ready)
     planned = schedule.predict(config, step, arrivals)
     if rates.slowdown and rates.cores and config.layout.world_size > 1:
         spans = planned.spans()
@@ -200,15 +200,17 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
         checkpoint.check_model(config, resolve(config))
     on_cpu = result["device"] == "cpu"
     events = Run(folder).events()
-    everything = results.measured_spans(events)
-    spans = [span for span in everything if not span.decoding]
+    all_spans = results.measured_spans(events)
+    spans = [span for span in all_spans if not span.decoding]  # the first ones
     if len(spans) != config.num_samples * config.layout.pp:
         raise ConfigError("calibrate", folder, "must have the events of all of its samples")
     cores = result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None
     steady = _without_hiccups(events, crowd=1.0 if cores is None else max(1.0, config.layout.world_size / cores))
     sizes = np.array([len(steady[span.rank, span.sample]) for span in spans])
     each = np.array([fmean(steady[span.rank, span.sample] or [0.0]) for span in spans])
-    step, slowdown = _step_alone(others_busy(everything)[:len(spans)], each, sizes) if on_cpu else (_mean_step(each, sizes), 0.0)
+    step, slowdown = _mean_step(each, sizes), 0.0
+    if on_cpu:
+        step, slowdown = _step_alone(others_busy(all_spans)[: len(spans)], each, sizes)
     others, reason = result.get("other_ranks_at_work"), unfit(result)
     company = f" beside {other_runs.ranks_of_other_runs(others)}" if others else ""
     return Rates(

@@ -58,7 +58,7 @@ def peak(trace: Trace, shards: int = 1, offload: bool = False) -> Peak:
             now[gone.part] -= gone.size
     own = 0 if offload else trace.parameters.shard(shards)
     largest = max(trace.units, key=lambda unit: unit.shard(1))
-    return Peak(own, best["activations"], best["gathered"], best["latents"], layer, largest)
+    return Peak(own + best["parameters"], best["activations"], best["gathered"], best["latents"], layer, largest)
 
 
 def play(trace: Trace, shards: int, offload: bool, capacity: float) -> CachingAllocator:

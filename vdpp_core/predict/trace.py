@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -37,8 +38,8 @@ STEPS = 3  # by then fragmentation has settled
 class Event(NamedTuple):
     """An event of a trace.
 
-    what: "alloc" (of `size` bytes, part "latents" or "activations", in a layer), "free", or "enter" and "leave" (a
-    unit, whose number is the key).
+    what: "alloc" (of `size` bytes, part "latents" or "activations", in a layer, or "parameters" of a decoder), "free",
+    or "enter" and "leave" (a unit, whose number is the key).
     """
 
     what: str
@@ -71,6 +72,16 @@ class Trace:
     parameters: Unit
     units: tuple[Unit, ...]
     events: tuple[Event, ...]
+
+    def then(self, decoding: Trace) -> Trace:
+        """This step, then a decoding, of which nothing is left but its parameters: those are never freed."""
+        keys = itertools.count(1 + max(event.key for event in self.events))
+        kept = [Event("alloc", next(keys), rows * size, "parameters") for rows, size in decoding.parameters.rows]
+        first = next(keys)
+        own = [event._replace(key=first + event.key) for event in decoding.events]
+        freed = {event.key for event in own if event.what == "free"}
+        rest = [Event("free", event.key) for event in own if event.what == "alloc" and event.key not in freed]
+        return replace(self, events=(*kept, *self.events, *own, *rest), prelude=len(kept) + self.prelude)
 
 
 class Remembering(TorchDispatchMode):

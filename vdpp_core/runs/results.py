@@ -81,7 +81,7 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
     memory = [done.memory for done in kinds.last_of(events, kinds.Done).values()]
     peaks = [each["allocated_gb"] for each in memory]
     sent = [warm.sent_bytes for warm in kinds.last_of(events, kinds.Warm).values()]
-    predicted = _predicted_memory(run, events) | _predicted_times(config, events, work.latents, predict_times)
+    predicted = _predicted_before(run, events) | _predicted_times(config, events, work.latents, predict_times)
     hardware = machine.hardware()
     return {
         "run_id": run.id,
@@ -172,11 +172,11 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _predicted_memory(run: Run, events: Sequence[Event]) -> dict[str, Any]:
-    """The predicted peak memory of a rank in GB, of its parts and altogether."""
-    of_earlier_versions = (event.predicted_memory for event in kinds.of(events, kinds.Predicted))
-    memory = run.prediction or next(of_earlier_versions, None)
-    return {"memory": memory, "max_peak_memory_gb": memory["peak_gb"]} if memory else {}
+def _predicted_before(run: Run, events: Sequence[Event]) -> dict[str, Any]:
+    """What was predicted before the run: the peak memory of a rank in GB, and the bytes that ranks hand on."""
+    of_earlier_versions = ({"memory": event.predicted_memory} for event in kinds.of(events, kinds.Predicted))
+    found = run.prediction or next(of_earlier_versions, None)
+    return found | {"max_peak_memory_gb": found["memory"]["peak_gb"]} if found else {}
 
 
 def _predicted_times(

@@ -72,10 +72,10 @@ class Run:
         return Work(**todo) if todo else Work(attempt=1, latents=range(self.config.num_samples))
 
     @property
-    def prediction(self) -> dict[str, float] | None:
-        """The predicted peak memory of a rank in GB (1e9 bytes), by part; None where it was not predicted."""
-        found = files.read_object(self.folder / "predicted.json", "memory")
-        return found and found["memory"]
+    def prediction(self) -> dict[str, Any] | None:
+        """What was predicted before the run: `memory`, the peak of a rank in GB (1e9 bytes) by part, and, where it has
+        stages, `handoff_bytes_per_rank` and the `solver`; None where nothing was."""
+        return files.read_object(self.folder / "predicted.json", "memory")
 
     def silence_s(self) -> float:
         """Seconds since the rank that has been silent for longest wrote an event."""

@@ -9,7 +9,7 @@ origin.json      what the samples are made from (origin.py), by rank 0; by one r
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by the rank that decoded it;
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
 videos.csv       of a run with a manifest: the row that each video was made from, by rank 0
-predicted.json   the predicted peak memory of a rank, by the launcher
+predicted.json   what was predicted before the run: peak memory of a rank, bytes handed on; by the launcher
 result.json      last, atomically, by rank 0; after a failure by the launcher or a surviving rank
 job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
 logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
@@ -170,9 +170,9 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
 
 
-def write_prediction(folder: Path, memory: dict[str, float]) -> None:
-    """Record the predicted peak memory of a rank, in GB (1e9 bytes) by part, for the result."""
-    write_atomically(folder / "predicted.json", json.dumps({"memory": memory}) + "\n")
+def write_prediction(folder: Path, prediction: dict[str, Any]) -> None:
+    """Record what was predicted before a run, as of `Run.prediction`, for the result."""
+    write_atomically(folder / "predicted.json", json.dumps(prediction) + "\n")
 
 
 def logs_path(folder: Path) -> Path:
