@@ -53,7 +53,8 @@ class Predictions:
         known = self._rates(config, runs)
         source = "No times yet: no finished run here has this model, device, dtype and number of threads."
         if known is not None:
-            numbers = rates.predict_schedule(config, self.predictor.cost(config), known).numbers()
+            planned = rates.predict_schedule(config, self.predictor.cost(config), known)
+            numbers = planned.numbers()
             facts |= {
                 "makespan": f"{numbers['makespan_s']:.3g} s",
                 "latency": f"{fmean(numbers['latency_s']):.3g} s",
@@ -61,6 +62,8 @@ class Predictions:
                 "throughput": f"{numbers['samples_per_s']:.3g} samples/s",
                 "bubble": f"{numbers['bubble']:.0%}",
             }
+            if planned.first_video_s is not None:
+                facts["first video"] = f"{planned.first_video_s:.3g} s"
             source = f"Times based on: {known.source}; link: {known.link.source}."
         rows_of_table = "".join(
             f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items()

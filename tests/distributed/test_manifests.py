@@ -143,6 +143,7 @@ def test_decoded_as_ready(whole: Run, config: RunConfig, tmp_path: Path) -> None
     assert sum(video < steps[-1] for video in videos) == 5  # between the samples
     assert not [event for event in job.run.events() if event.rank == 0 and event.kind == "decode"]
     assert 0 < result["time_to_first_video_s"] < result["makespan_s"]
+    assert 0 < result["predicted"]["time_to_first_video_s"] < result["predicted"]["makespan_s"]
     assert (whole.result() or {})["time_to_first_video_s"] > (whole.result() or {})["makespan_s"]
     assert len(result["decode_peak_memory_gb_per_rank"]) == 2
     phases = [e["name"] for e in perfetto.trace(job.run)["traceEvents"] if e.get("cat") == "phase" and e["tid"] == 1]

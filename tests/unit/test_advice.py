@@ -12,7 +12,7 @@ from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.config.execution import resolve
 from vdpp_core.parallel.devices import GIB
-from vdpp_core.predict import costs, memory, planner, published, schedule
+from vdpp_core.predict import costs, memory, planner, published, rates, schedule
 from vdpp_core.predict.costs import Cost
 from vdpp_core.predict.planner import advise
 from vdpp_core.predict.predictor import Predictor, Room
@@ -138,6 +138,38 @@ def test_arrivals_are_waited_for():
     assert row(apart, "dp 4")["utilisation"] < row(at_once, "dp 4")["utilisation"]
 
 
+GENERATE = SVD.replace(command="generate", random_weights=False, num_samples=8, total_steps=28)
+
+
+def test_a_last_stage_that_decodes_has_fewer_steps():
+    """28 steps of 2 s, and 8 s of decoding."""
+    known = Rates(1e12, Link(math.inf), decode_s=8 / math.prod(GENERATE.shape))
+    at_end, as_ready = (
+        advise(GENERATE.replace(decode=mode), 4, "throughput", known, predictor=Simple())
+        for mode in ("at-end", "as-ready")
+    )
+    before, after = row(at_end, "pp 4"), row(as_ready, "pp 4")
+    assert (before["longest_interval_s"], after["longest_interval_s"]) == pytest.approx((14, 16))
+    assert after["reason"].endswith("latency as on one GPU, with --stage-weights 8 8 8 4")
+    assert "stage-weights" not in before["reason"]
+    assert before["time_to_first_video_s"] == pytest.approx(56 + 7 * 14 + 8)
+    assert after["time_to_first_video_s"] == pytest.approx(56 + 8)
+    assert at_end.attrs["decoding"] == "decoding is included: 8 s for each sample, after all denoising"
+    assert as_ready.attrs["decoding"].endswith("8 s for each sample, by the last stage between its samples")
+    given = GENERATE.replace(decode="as-ready", parallel=Parallel(pp=2), stage_weights=(1, 1))
+    assert rates.balanced(given, Simple().cost(given), known) == given
+    assert simple("throughput", config=GENERATE).attrs["decoding"].endswith("how long it takes is not known")
+
+
+def test_a_plan_with_decoding(capsys):
+    flags = "--model svd --latent-shape 1 4 14 72 128 --num-samples 3 --decode as-ready --top 1 --dtype fp16"
+    main(["plan", "--gpus", "1", *flags.split()])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 samples of 25 steps")  # as generate makes them
+    assert lines[2] == "decoding is included: 4.9 s for each sample, by the last stage between its samples"
+    assert "first video (s)" in lines[3]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Parallel(), Parallel(dp=2, fsdp=True), Parallel(cfg=2, frames=2)])
 def test_counted_for_one_sample_it_is_as_counted_for_all(layout):
@@ -183,8 +215,9 @@ def test_the_command_prints_places_reasons_and_where_they_are_known_from(capsys)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 samples of 28 steps, latents 14 × 8 × 8, float32, on up to 2; goal latency: ")
     assert "0.1 TFLOP/s (given; not checked against a measurement); link: 2 GB/s, given" in lines[1]
-    assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
-    assert "each rank runs one guidance pass" in lines[3]
+    assert lines[2] == "decoding is not included (--decode includes it)"
+    assert [line.split()[0] for line in lines[4:6]] == ["1", "2"]
+    assert "each rank runs one guidance pass" in lines[4]
     assert any(line.startswith("and ") and "more that fit" in line for line in lines)
     assert any(line.startswith("excluded: ") and "fits without sharding" in line for line in lines)
 

@@ -15,6 +15,7 @@ from vdpp_core.__main__ import main
 from vdpp_core.config.execution import DTYPES, resolve
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import memory, published, replay, trace
+from vdpp_core.predict.predictor import Predictor
 
 PUBLISHED = published.figures()["memory_cfg3_28steps_1sample"]
 CARD_GIB = 23.68
@@ -174,6 +175,49 @@ def test_videos_have_to_be_decoded_too():
     assert not memory.fit(at_once, card).fits
     assert memory.needed(at_once) > memory.predict_decoding(at_once).total + memory.CONTEXT_GIB * GIB
     assert "--decode-chunk-size 1" in memory.remedies(at_once, card)
+
+
+AS_READY = RunConfig(command="generate", decode="as-ready", device="cuda", latent_shape=(1, 4, 14, 32, 32))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_last_stage_that_decodes_holds_both_models(shards):
+    config = AS_READY.replace(parallel=Parallel(dp=shards, fsdp=True) if shards > 1 else Parallel(pp=2))
+    apart = config.replace(decode="at-end")
+    denoising, decoding, both = memory.predict(apart), memory.predict_decoding(apart), memory.predict(config)
+    assert both.parameters == denoising.parameters + decoding.parameters
+    assert both.activations == pytest.approx(max(denoising.activations, decoding.activations), rel=1e-3)
+    rest = both.total - both.parameters - both.activations  # conditioning, latents, and the root of a shard group
+    assert 0 < rest < 0.1 * both.total
+    assert memory.predict_decoding(config) == both
+    assert memory.needed(config) > memory.needed(apart) + min(denoising.parameters, decoding.parameters)
+
+
+def test_chunks_decide_between_denoising_and_decoding():
+    """The more frames at once, the more likely decoding is the peak."""
+    one, many = (memory.predict(AS_READY.replace(decode_chunk_size=chunk)) for chunk in (1, 14))
+    assert (one.layer.startswith("decoder."), many.layer.startswith("decoder.")) == (False, True)
+    between = memory.needed(AS_READY.replace(decode_chunk_size=1)) + GIB / 10
+    facts = memory.report(AS_READY.replace(decode_chunk_size=14, parallel=Parallel()), between / GIB)
+    assert not facts["fits"]
+    assert "--decode-chunk-size 1" in facts["remedies"]
+    assert 1 <= facts["decode_chunk_size_that_fits"] < 14
+    assert facts["other_stages_peak_gb"] < facts["peak_gb"]
+
+
+def test_a_predictor_tells_decoding_apart():
+    predictor = Predictor()
+    found = {predictor.room(AS_READY.replace(decode=mode, parallel=Parallel())).peak for mode in ("as-ready", "at-end")}
+    assert len(found) == 2
+
+
+def test_the_command_with_decoding(capsys):
+    main(["memory", "--decode", "as-ready", "--capacity-gib", "0.15", "--decode-chunk-size", "14", "--device", "cpu"])
+    said = capsys.readouterr().out
+    assert "GB on the last stage, in decoder." in said
+    assert "decodes between its samples, 14 frames at a time, beside the UNet" in said
+    assert "does not fit in 0.16 GB (0.15 GiB): the last stage needs" in said
+    assert "the last stage would fit with --decode at-end" in said
 
 
 def before_start(config, local_ranks):

@@ -73,6 +73,20 @@ def test_numbers_in_bars_stand_out_from_the_bars():
             assert abs(grey - ink) > 0.35
 
 
+@pytest.mark.parametrize("predicted", [False, True])
+def test_decoding_is_hatched_and_in_the_legend(predicted):
+    found = schedule.make(PP, [4, 4], 3, schedule.Seconds(0.1, decode=0.3)).spans()
+    (panel,) = gantt.gantt([("pp 2", found, PP)], "title", "source", predicted).axes
+    hatched = [bar for bar in panel.patches if bar.get_hatch()]
+    ends = [span.end for span in found if span.rank == 1 and not span.decoding]
+    assert [bar.get_x() for bar in hatched] == pytest.approx(ends)
+    assert [bar.get_width() for bar in hatched] == pytest.approx([0.3] * 3)
+    assert len(panel.texts) == len(panel.patches) - 3  # the others are numbered
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["decoding"]
+    (without,) = gantt.gantt([("pp 2", spans(PP), PP)], "title", "source", predicted).axes
+    assert without.get_legend() is None
+
+
 def test_axes_differ_in_grey_or_marker():
     greys = [np.dot(to_rgb(colour), [0.299, 0.587, 0.114]) for colour in style.COLOURS.values()]
     assert len(set(style.MARKERS.values())) == len(style.COLOURS)

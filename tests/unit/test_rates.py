@@ -271,6 +271,21 @@ def test_rates_that_nothing_was_compared_with_are_unchecked(written):
     assert known.checked(nothing).error is None
 
 
+def test_decoding_takes_its_time_in_proportion_to_the_latents(written):
+    """Four samples of 0.8 s, decoded in 0.2 s each, predict eight of twice the size."""
+    folder = written("calm", np.full(32, STEP_S))
+    result = Run(folder).result() | {"decode_s": [0.2, 0.2, 0.9, 0.2]}
+    (folder / "result.json").write_text(json.dumps(result))
+    known, config = rates.from_run(folder, Link(math.inf)), RunConfig.read(folder)
+    video = config.replace(command="generate", decode="as-ready", latent_shape=(1, 4, 6, 8, 8), num_samples=8)
+    assert rates.decode_s(video, known) == pytest.approx(0.4)
+    assert rates.decode_s(config, known) == 0.0  # a benchmark decodes nothing
+    planned = rates.predict(video, known)
+    step_s = rates.step_s(video, known)
+    assert planned.numbers()["interval_s"] == pytest.approx([8 * step_s + 0.4] * 7)
+    assert planned.first_video_s == pytest.approx(8 * step_s + 0.4)
+
+
 @pytest.mark.parametrize("hiccup", [0.5, 1.9])
 def test_a_short_hiccup_moves_no_prediction(written, hiccup):
     """Steps that vary by a few percent count as they are; one that took far longer counts for nothing."""

@@ -10,11 +10,14 @@ import sys
 import psutil
 import pytest
 
+import launch
 from launch import progress
+from launch.widgets import watch
 from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
+from vdpp_core.cli import show
 from vdpp_core.compare import tables
-from vdpp_core.predict import schedule
+from vdpp_core.predict import prediction, schedule
 from vdpp_core.runs import event_types as kinds
 from vdpp_core.runs import failure, processes, results, runfolder
 from vdpp_core.runs.run import Run
@@ -436,6 +439,59 @@ def test_a_run_that_makes_videos(folder, write_events):
     write_events(folder, 0, *start(0), *RANK_0, *decoding, (111.0, "error", {"error": "FloatingPointError: black"}))
     failure = {"rank": 0, "sample": 2, "step": None, "cause": "FloatingPointError: black"}
     assert first_cause(folder, {}) == failure
+
+
+@pytest.fixture
+def as_ready(folder, write_events):
+    """The last stage decodes each sample, in 1 s, before it takes the next one."""
+    made = RunConfig.read(folder).replace(command="generate", decode="as-ready")
+    (folder / "config.json").write_text(made.to_json())
+
+    def decoded(sample, begin):
+        sending = [(begin, "sample", {"sample": sample}), (begin, "decode", {"sample": sample})]
+        return [*sending, (begin + 1, "video", {"sample": sample, "seconds": 1.0})]
+
+    write_events(folder, 0, *start(0), *RANK_0, done(104.6))
+    rank_1 = [*stage(1, 0, 102.0), *decoded(0, 104.0), *stage(1, 1, 105.0), *decoded(1, 107.0)]
+    write_events(folder, 1, *start(1), *rank_1, done(108.1))
+    return folder
+
+
+def test_decoding_between_samples_is_predicted_and_drawn_as_a_span_of_its_own(as_ready):
+    result = results.write(Run(as_ready), "ok", predict_times=schedule.run_times)
+    predicted = result["predicted"]
+    assert predicted["source"] == "the steps before the clock started and the first decoding"
+    assert (result["makespan_s"], predicted["makespan_s"]) == pytest.approx((7.0, 4.0))
+    assert (result["time_to_first_video_s"], predicted["time_to_first_video_s"]) == pytest.approx((5.0, 3.0))
+    assert predicted["interval_s"] == pytest.approx([2.0])
+    assert predicted["utilisation_per_rank"] == pytest.approx([0.5, 0.5])  # decoding is no step
+    spans = [span for span in results.measured_spans(Run(as_ready).events()) if span.decoding]
+    assert [(span.rank, span.sample) for span in spans] == [(1, 0), (1, 1)]
+    assert [at for span in spans for at in (span.start, span.end)] == pytest.approx([4.0, 5.0, 7.0, 8.0])
+    assert "last step after 7 s" in launch.timeline([launch.Job(as_ready)]).get_suptitle()
+    table = launch.compare([launch.Job(as_ready)])["run"]
+    assert (table["time_to_first_video_s"], table["predicted_time_to_first_video_s"]) == (5.0, 3.0)
+
+
+def test_what_is_handed_on_stands_beside_its_prediction(folder, write_events, capsys):
+    prediction.record(folder)
+    sent = [(t, kind, facts | ({"size": 14336} if kind == "send" else {})) for t, kind, facts in RANK_0]
+    write_events(folder, 0, *start(0), *sent, done(104.6))
+    write_events(folder, 1, *start(1), *RANK_1, done(107.1))
+    result = results.write(Run(folder), "ok")
+    assert result["handoff_bytes_per_rank"] == result["predicted"]["handoff_bytes_per_rank"] == [14336, None]
+    assert result["predicted"]["solver"] == "EulerDiscreteScheduler"
+    (row,) = tables.table([folder]).to_dict("records")
+    assert row["handoff_mb"] == row["predicted_handoff_mb"] == 0.014336
+    show.run(folder, as_json=False)
+    said = capsys.readouterr().out
+    assert "hand-off of each rank (MB)         0.01434, –" in said
+    assert "predicted hand-off (MB)            0.01434, –, EulerDiscreteScheduler" in said
+
+
+def test_a_rank_that_decodes_says_which_sample(as_ready, write_events):
+    write_events(as_ready, 1, *start(1), *stage(1, 0, 102.0), (104.0, "decode", {"sample": 0}))
+    assert "decoding sample 0" in watch.page(launch.Job(as_ready))
 
 
 def test_a_replica_without_samples(tmp_path, write_events):

@@ -90,11 +90,12 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
         lines.append(f"  {'communicators':14} {facts['communicators_gb']:9.3f} GB in addition: {count} of NCCL, {each}")
     if config.layout.shards > 1:
         lines.append(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
+    at_once = f"{config.decode_chunk_size} frames at a time"
     if as_ready:
-        lines.append(f"  it decodes between its steps, {config.decode_chunk_size} frames at a time, beside the UNet")
-        lines.append(f"  the peak of stages that decode nothing: {facts['other_stages_peak_gb']:.3f} GB")
+        lines.append(f"  it decodes between its samples, {at_once}, beside the UNet")
+        lines.append(f"  other stages, which decode nothing: {facts['other_stages_peak_gb']:.3f} GB")
     elif decoding := facts["decoding_peak_gb"]:
-        lines.append(f"  decoding a sample, {config.decode_chunk_size} frames at a time: {decoding:.3f} GB")
+        lines.append(f"  decoding a sample, {at_once}: {decoding:.3f} GB")
     elif not config.is_svd:
         lines.append(f"  decoding is not predicted for {config.pipeline_class}")
     if config.layout.pp > 1 or not config.is_svd:
