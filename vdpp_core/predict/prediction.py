@@ -24,6 +24,7 @@ def record(folder: Path) -> None:
 
 
 def _handoffs(config: RunConfig) -> dict[str, Any]:
-    if config.layout.pp == 1:
+    """Nothing for the rows of a manifest: what the encoders return for one, of unknown size, travels with it."""
+    if config.layout.pp == 1 or config.rows is not None:
         return {}
     return {"solver": messages.of(config).solver, "handoff_bytes_per_rank": messages.per_rank(config)}

@@ -74,14 +74,14 @@ class Trace:
     events: tuple[Event, ...]
 
     def then(self, decoding: Trace) -> Trace:
-        """This step, then a decoding, of which nothing is left but its parameters: those are never freed."""
+        """These steps, then a decoding, of which nothing is left but its parameters: those are never freed."""
         keys = itertools.count(1 + max(event.key for event in self.events))
         kept = [Event("alloc", next(keys), rows * size, "parameters") for rows, size in decoding.parameters.rows]
         first = next(keys)
         own = [event._replace(key=first + event.key) for event in decoding.events]
         freed = {event.key for event in own if event.what == "free"}
         rest = [Event("free", event.key) for event in own if event.what == "alloc" and event.key not in freed]
-        return replace(self, events=(*kept, *self.events, *own, *rest), prelude=len(kept) + self.prelude)
+        return replace(self, events=(*kept, *self.events, *own, *rest))
 
 
 class Remembering(TorchDispatchMode):
