@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vdpp_core.config import RunConfig
 from vdpp_core.predict import memory, messages
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.run import Run
@@ -20,11 +19,8 @@ def record(folder: Path) -> None:
     """
     run = Run(folder)
     if run.prediction is None:
-        runfolder.write_prediction(folder, {"memory": memory.predict(run.config).in_gb(), **_handoffs(run.config)})
-
-
-def _handoffs(config: RunConfig) -> dict[str, Any]:
-    """Nothing for the rows of a manifest: what the encoders return for one, of unknown size, travels with it."""
-    if config.layout.pp == 1 or config.rows is not None:
-        return {}
-    return {"solver": messages.of(config).solver, "handoff_bytes_per_rank": messages.per_rank(config)}
+        found: dict[str, Any] = {"memory": memory.predict(run.config).in_gb()}
+        runfolder.write_prediction(folder, found)  # at once: a short run may end before the rest is known
+        if run.config.layout.pp > 1 and run.config.rows is None:  # what a row's encoders return travels with it
+            found |= {"solver": messages.of(run.config).solver, "handoff_bytes_per_rank": messages.per_rank(run.config)}
+            runfolder.write_prediction(folder, found)
