@@ -43,7 +43,7 @@ def timeline(jobs: Sequence[Job]) -> Figure | None:
         config, spans = job.run.config, results.measured_spans(job.run.events())
         shown = [span for span in spans if span.sample < MOST_SAMPLES]
         if shown:
-            ends[job.folder] = max(span.end for span in spans if not span.decoding), str(config.layout)
+            ends[job.folder] = max(span.end for span in spans if not span.beside), str(config.layout)
             first = f", the first {MOST_SAMPLES}" * (len(shown) < len(spans))
             caption = f"{job.run_id}: {config.num_samples} samples of {config.total_steps} steps{first}"
             panels.append((caption, shown, config.layout))

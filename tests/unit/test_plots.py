@@ -78,7 +78,7 @@ def test_decoding_is_hatched_and_in_the_legend(predicted):
     found = schedule.make(PP, [4, 4], 3, schedule.Seconds(0.1, decode=0.3)).spans()
     (panel,) = gantt.gantt([("pp 2", found, PP)], "title", "source", predicted).axes
     hatched = [bar for bar in panel.patches if bar.get_hatch()]
-    ends = [span.end for span in found if span.rank == 1 and not span.decoding]
+    ends = [span.end for span in found if span.rank == 1 and not span.beside]
     assert [bar.get_x() for bar in hatched] == pytest.approx(ends)
     assert [bar.get_width() for bar in hatched] == pytest.approx([0.3] * 3)
     assert len(panel.texts) == len(panel.patches) - 3  # the others are numbered

@@ -465,7 +465,7 @@ def test_decoding_between_samples_is_predicted_and_drawn_as_a_span_of_its_own(as
     assert (result["time_to_first_video_s"], predicted["time_to_first_video_s"]) == pytest.approx((5.0, 3.0))
     assert predicted["interval_s"] == pytest.approx([2.0])
     assert predicted["utilisation_per_rank"] == pytest.approx([0.5, 0.5])  # decoding is no step
-    spans = [span for span in results.measured_spans(Run(as_ready).events()) if span.decoding]
+    spans = [span for span in results.measured_spans(Run(as_ready).events()) if span.beside]
     assert [(span.rank, span.sample) for span in spans] == [(1, 0), (1, 1)]
     assert [at for span in spans for at in (span.start, span.end)] == pytest.approx([4.0, 5.0, 7.0, 8.0])
     assert "last step after 7 s" in launch.timeline([launch.Job(as_ready)]).get_suptitle()

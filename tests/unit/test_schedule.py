@@ -201,7 +201,7 @@ def test_it_is_what_a_clock_from_event_to_event_gives(seed):
         [seconds.step[r][p] * sizes[p] + 0.7 * (p == 0) + 1.3 * (p == pp - 1) for p in range(pp)] for r in range(dp)
     ]
     expected = event_by_event(dp, pp, num_samples, occupied, seconds.hop, arrivals)
-    begun = {(span.sample, span.rank % pp): span.start for span in found.spans() if not span.decoding}
+    begun = {(span.sample, span.rank % pp): span.start for span in found.spans() if not span.beside}
     assert begun.keys() == expected.keys()
     for place, at in expected.items():
         assert begun[place] == pytest.approx(at), place
@@ -261,7 +261,7 @@ def test_encoding_and_decoding_occupy_the_end_ranks_and_are_no_latency():
     assert result["latency_s"] == pytest.approx([2.0, 3.0])  # the second waits one for the decoding
     assert result["makespan_s"] == pytest.approx(6.0)  # the last decoding is not waited for
     assert result["utilisation_per_rank"] == pytest.approx([4 / 6, 2 / 6])
-    decoded = [(span.rank, span.sample, span.start, span.end) for span in found.spans() if span.decoding]
+    decoded = [(span.rank, span.sample, span.start, span.end) for span in found.spans() if span.beside]
     assert decoded == [(1, 0, 3.0, 5.0), (1, 1, 6.0, 8.0)]
     for name in set(result) - {"latency_s"}:
         assert result[name] == pytest.approx(whole[name]), name

@@ -15,6 +15,7 @@ from vdpp_core.plots.style import COLOURS, INK, axis_of, name_rows, new_figure
 from vdpp_core.runs.metrics import Span
 
 SECONDS = "time since the clock started (s)"
+HATCHES = {"decoding": "////", "encoding": "...."}
 
 
 def gantt(
@@ -39,19 +40,23 @@ def gantt(
 
 
 def draw_spans(panel: Axes, spans: Sequence[Span], layout: Parallel, latest: float, predicted: bool) -> None:
-    """Draw spans as bars, a row per rank, two shades in turn, up to `latest` seconds; decoding is hatched."""
+    """Draw spans as bars, a row per rank, two shades in turn, up to `latest` seconds; what is no step is hatched."""
     palette = sns.light_palette(COLOURS[axis_of(layout)], n_colors=100, as_cmap=True)
     edge, style = (INK, "--") if predicted else ("white", "-")
-    hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": INK, "hatch": "////", "label": "decoding"}
-    if any(span.decoding for span in spans):
+    hatched: dict[str, dict[str, Any]] = {
+        what: {"facecolor": "white", "edgecolor": INK, "hatch": hatch, "label": what}
+        for what, hatch in HATCHES.items()
+        if any(span.beside == what for span in spans)
+    }
+    if hatched:
         look: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "fontsize": 7, "frameon": False}
-        panel.legend(handles=[Patch(**hatched)], borderaxespad=0.2, **look)
+        panel.legend(handles=[Patch(**each) for each in hatched.values()], ncols=2, borderaxespad=0.2, **look)
     for span in spans:
         face = palette((0.95 if span.sample % 2 == 0 else 0.5) * (0.6 if predicted else 1))
-        look = hatched if span.decoding else {"facecolor": face, "edgecolor": edge}
+        look = hatched[span.beside] if span.beside else {"facecolor": face, "edgecolor": edge}
         place = (span.start, span.rank - 0.42), span.end - span.start, 0.84
         panel.add_patch(Rectangle(*place, linestyle=style, linewidth=0.8, **look))
-        if span.end - span.start > 0.015 * latest and not span.decoding:
+        if span.end - span.start > 0.015 * latest and not span.beside:
             ink = "white" if sum(face[:3]) < 1.5 else "black"
             middle = (span.start + span.end) / 2
             panel.text(middle, span.rank, str(span.sample), ha="center", va="center", fontsize=7, color=ink)

@@ -201,7 +201,7 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     on_cpu = result["device"] == "cpu"
     events = Run(folder).events()
     all_spans = results.measured_spans(events)
-    spans = [span for span in all_spans if not span.decoding]  # the first ones
+    spans = [span for span in all_spans if not span.beside]  # the first ones
     if len(spans) != config.num_samples * config.layout.pp:
         raise ConfigError("calibrate", folder, "must have the events of all of its samples")
     cores = result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None

@@ -146,7 +146,7 @@ class Schedule:
         ]
         if decode:
             found += [
-                Span(layout.rank(sample % replicas, stages - 1), sample, end, end + decode, decode, decoding=True)
+                Span(layout.rank(sample % replicas, stages - 1), sample, end, end + decode, decode, beside="decoding")
                 for sample, end in enumerate(self.finished_s.tolist())
             ]
         return found

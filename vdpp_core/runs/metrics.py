@@ -19,8 +19,11 @@ Array = NDArray[np.float64]
 class Span:
     """One sample on one rank, from its first step there to its last, in seconds since the clock started.
 
-    `busy` is the time spent in steps: less than end - start where something came between them. Or the `decoding` of a
-    sample, until its videos are written.
+    `busy` is the time spent in steps: less than end - start where something came between them.
+
+    Attributes:
+        beside: "" for steps; what else the rank did for the sample, "decoding" until its videos are written, or
+            "encoding".
     """
 
     rank: int
@@ -28,7 +31,7 @@ class Span:
     start: float
     end: float
     busy: float
-    decoding: bool = False
+    beside: str = ""
 
 
 def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     samples / makespan for data parallel. Everything else follows the README's vocabulary; the fill is always included
     except in `steady_state_samples_per_s`. The names carry the units.
     """
-    in_steps = [span for span in spans if not span.decoding]
+    in_steps = [span for span in spans if not span.beside]
     frame = pd.DataFrame(in_steps, columns=["rank", "sample", "start", "end", "busy"])
     places = pd.DataFrame(map(layout.place, frame["rank"]), columns=["replica", "stage", "member"])
     speaks = frame.join(places).query("member == 0").set_index("sample")

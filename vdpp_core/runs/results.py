@@ -18,12 +18,13 @@ from vdpp_core.runs.failure import first_cause
 from vdpp_core.runs.metrics import Span
 from vdpp_core.runs.run import Run
 
+_BESIDE = {"video": "decoding", "encode": "encoding"}  # event -> what its span shows
 PredictTimes = Callable[[RunConfig, list[float], float], dict[str, Any]]
 
 
 def measured_spans(events: Sequence[Event]) -> list[Span]:
     """One span for each sample on each rank, without warm-up, in seconds since the clock started; then one for each
-    decoding."""
+    decoding, and each encoding of a manifest's row."""
     zero = clock_starts(events)
     return [
         Span(
@@ -36,10 +37,10 @@ def measured_spans(events: Sequence[Event]) -> list[Span]:
         for (rank, sample), part in measured_steps(events).items()
         if rank in zero
     ] + [
-        Span(video.rank, video.sample, end - video.seconds, end, video.seconds, decoding=True)
-        for video in kinds.of(events, kinds.Video)
-        if video.rank in zero
-        for end in (video.t - zero[video.rank],)
+        Span(event.rank, event.sample, end - event.seconds, end, event.seconds, beside=_BESIDE[event.kind])
+        for event in [*kinds.of(events, kinds.Video), *kinds.of(events, kinds.Encode)]
+        if event.rank in zero
+        for end in (event.t - zero[event.rank],)
     ]
 
 
