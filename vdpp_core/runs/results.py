@@ -38,8 +38,8 @@ def measured_spans(events: Sequence[Event]) -> list[Span]:
         if rank in zero
     ] + [
         Span(event.rank, event.sample, end - event.seconds, end, event.seconds, beside=_BESIDE[event.kind])
-        for event in [*kinds.of(events, kinds.Video), *kinds.of(events, kinds.Encode)]
-        if event.rank in zero
+        for event in events
+        if isinstance(event, kinds.Video | kinds.Encode) and event.rank in zero
         for end in (event.t - zero[event.rank],)
     ]
 
