@@ -34,6 +34,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "05_quality": {"TOTAL_STEPS": 3, "IMAGES": 2, "FEWER_IMAGES": 2, "STEPS": [2, 3], "BUCKETS": [0, 255]},
     "06_lab": {"NUM_FRAMES": 3, "TOTAL_STEPS": 4, "NUM_SAMPLES": 3},
     "07_plots": {},
+    "08_any_pipeline": {
+        "TOTAL_STEPS": 4,
+        "STAGES": ["animatediff PNDMScheduler", "hunyuan-video FlowMatchEulerDiscreteScheduler"],
+        "AXES_OF": ["animatediff PNDMScheduler"],
+        "PROMPTS": ["a red ball", "two boats"],
+        "BUCKETS": [127, 255],
+    },
 }
 PREDICTING = ["02_fsdp_memory", "03_latency"]  # in test_predicting.py
 FIGURES = {
@@ -60,6 +67,7 @@ FIGURES = {
     },
     "06_lab": {"lab_compared", "lab_stopped"},
     "07_plots": {"throughput", "latency", "scaling_efficiency"},
+    "08_any_pipeline": {"handed_on"},
 }
 AFTERWARDS = {  # a cell that only the tests have
     "04_planner": """

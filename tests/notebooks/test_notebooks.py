@@ -140,3 +140,18 @@ def test_the_lab_runs_what_its_panel_would_and_predicts_one_layout_from_another(
     assert "Times based on: measured: run " in shown
     assert re.search(r"<th>outcome</th>\s*<td>ok</td>\s*<td>ok</td>\s*<td>stopped</td>", shown)
     assert re.search(r"stopped after [1-9]\d* of 10000 samples", shown)
+
+
+def test_the_notebook_of_any_pipeline_compares_with_the_official_ones_and_says_what_is_refused(
+    executed: Callable[[str], Any],
+):
+    shown = texts(executed("08_any_pipeline"))
+    rows = re.findall(r"<th>((?:animatediff|hunyuan-video) \w+)</th>\s*((?:<td>[^<]+</td>\s*){5})", shown)
+    equality = {name: re.findall(r"<td>([^<]+)</td>", cells) for name, cells in rows}
+    assert {name: cells[:2] for name, cells in equality.items()} == dict.fromkeys(equality, ["bit-equal"] * 2)
+    assert len(equality) == 2
+    cfg, _, fsdp = equality["animatediff PNDMScheduler"][2:]
+    assert {cfg, fsdp} <= {"bit-equal", *(f"{digit}e-0{power}" for digit in range(1, 10) for power in (6, 7, 8))}
+    assert "the call of LTXLatentUpsamplePipeline has no num_inference_steps" in shown
+    assert "call guidance: must be one of " in shown
+    assert re.search(r"<th[^>]*>as-ready</th>", shown)

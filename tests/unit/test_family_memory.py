@@ -57,11 +57,32 @@ def test_both_denoisers_are_resident_but_one_computes():
     assert memory.predict(both).activations == memory.predict(one).activations
 
 
+@pytest.mark.parametrize("name", ["wan", "ltx", "animatediff"])
+def test_a_rank_computes_one_pass_of_the_guidance(name):
+    guided = costs.cost(config_of(name, parallel=Parallel(cfg=2)))
+    assert (guided.flops, guided.exchanges) == (costs.cost(config_of(name)).flops / 2, 1)
+
+
 def test_a_denoiser_that_is_called_twice_counts_twice():
     guided, unguided = (config_of("wan", call={"guidance_scale": scale}) for scale in (6.0, 1.0))
     assert costs.cost(guided).flops == 2 * costs.cost(unguided).flops
     kept = memory.predict(guided).activations - memory.predict(unguided).activations
     assert kept == messages.of(guided).latents  # the first call's prediction, during the second call
+
+
+@pytest.mark.parametrize(("name", "share"), [("animatediff", 0.5), ("wan", 1)])  # Wan's are calls of their own
+def test_passes_one_after_the_other_need_less(name, share):
+    config = config_of(name)
+    found = memory.predict(config.replace(guidance_mode="sequential")).activations
+    assert found == pytest.approx(share * memory.predict(config).activations, rel=0.1)
+
+
+def test_prompts_of_a_manifest_are_predicted_as_one(tmp_path):
+    table = tmp_path / "jobs.csv"
+    table.write_text('prompt\n"a red ball rolls."\ntwo boats\n')
+    config = config_of("wan", command="generate", prompt=None, manifest=table, parallel=Parallel(pp=2))
+    assert memory.predict(config) == memory.predict(config_of("wan", parallel=Parallel(pp=2)))
+    assert messages.largest(config) == messages.largest(config_of("wan", parallel=Parallel(pp=2)))
 
 
 def test_more_frames_need_more():
@@ -125,15 +146,28 @@ def test_the_bytes_of_a_hand_off(name, solver):
 def test_a_plan_of_a_family():
     config = config_of("wan").replace(num_samples=2)
     table = planner.advise(config, 2, "throughput", Rates(1e9, Link(1e9)))
-    assert set(table["layout"][table["place"].notna()]) >= {"1 rank", "pp 2", "dp 2", "frames 2"}
+    assert set(table["layout"][table["place"].notna()]) >= {"1 rank", "pp 2", "dp 2", "cfg 2", "frames 2"}
     assert "each rank computes 1/2 of the frames or tokens" in " ".join(table["reason"])
 
 
 def test_what_a_pipeline_does_not_support_is_one_line():
-    config = config_of("wan").replace(guidance_mode="sequential")  # its passes are calls of their own
-    with pytest.raises(ConfigError, match="cannot be predicted on 1 rank") as raised:
+    config = config_of("wan", call={"guidance_scale": 1.0}).replace(parallel=Parallel(cfg=2))  # there is one pass
+    with pytest.raises(ConfigError, match="cannot be predicted on cfg 2") as raised:
         memory.predict(config)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"guidance_scale": 7.0}, "only for Stable Video Diffusion, not WanPipeline: use call guidance_scale=7.0"),
+        ({"motion_bucket_id": 9}, "only for Stable Video Diffusion, not WanPipeline"),
+        ({"forward_chunking": True}, "only for Stable Video Diffusion, not WanPipeline"),
+    ],
+)
+def test_arguments_without_effect_are_refused(given, words):
+    with pytest.raises(ConfigError, match=f"{words}$"):
+        config_of("wan", **given)
 
 
 def test_tensors_that_stand_for_others_are_not_counted():

@@ -46,6 +46,17 @@ def test_bars_of_what_is_exchanged():
     assert list(panel.lines[0].get_ydata()) == [2.0, 4.0]
 
 
+def test_bars_of_what_is_handed_on():
+    table = pd.DataFrame({"latents": [1000, 2000], "measured": [1000, 5000], "predicted": [1000, 6000]}, ["a", "b"])
+    panel = one_video.handed_on(table, "title", "source").axes[0]
+    latents, rest, predicted = ([bar.get_width() for bar in bars] for bars in panel.containers)
+    assert (latents, rest, predicted) == ([1, 2], [0, 3], [1, 6])
+    assert [bar.get_x() for bar in panel.containers[1]] == [1, 2]
+    assert {bar.get_linestyle() for bar in panel.containers[2]} == {"--"}
+    assert [text.get_text().strip() for text in panel.texts] == ["1 kB, 1 × the latents", "5 kB, 2.5 × the latents"]
+    assert "(kB)" in panel.get_xlabel()
+
+
 def test_only_what_is_shown_is_in_the_legend(rows):
     predicted = one_video.one_video(rows.drop(columns=["known_s", "capacity_gb"]), "title", "source")
     labels = [text.get_text() for text in predicted.axes[0].get_legend().get_texts()]

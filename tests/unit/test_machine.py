@@ -263,6 +263,16 @@ def test_what_the_hub_answers(status, code, said, tmp_path):
     assert said in line
 
 
+def test_a_run_can_be_read_when_its_pipeline_is_gone(tmp_path):
+    known = {"model_id": str(tmp_path / "gone"), "latent_shape": (1, 4, 9, 4, 6), "height": 32, "device": "cpu"}
+    for given in ({"prompt": "a ball"}, {"call": {"eta": 0.5}}, {}):
+        config = RunConfig(**known, **given)
+        assert not config.is_svd
+        assert config.size_text == "1 × 4 × 9 × 4 × 6"
+    with pytest.raises(ConfigError, match="must be the folder or hub name of a diffusers pipeline"):
+        preflight.complete(RunConfig(model_id=known["model_id"], prompt="a ball", device="cpu"), 1)
+
+
 def test_random_weights_of_the_published_model_need_no_hub():
     preflight.check(RunConfig(model="svd", random_weights=True, device="cpu").for_ranks(1), local_ranks=1)
 

@@ -170,6 +170,7 @@ def test_what_all_variants_have_in_common() -> None:
         ({"guidance_mode": "sequential"}, 2, "--guidance-mode sequential: not with peers: no peer has it"),
         ({"compare_official": True}, 2, "--compare-official True: not with peers: only denoising is compared"),
         ({"save_latents": False}, 2, "--save-latents False: not with peers: all latents are saved"),
+        ({"model_id": "gone", "prompt": "a ball"}, 2, "--model-id gone: not with peers: they are compared on Stable"),
         ({"model": "dummy"}, 2, "--model dummy: the official pipeline needs a spatio-temporal UNet"),
         ({}, 1, "--world-size 1: must be at least 2"),
         ({"total_steps": 3}, 4, "--world-size 4: must be at most total_steps, 3"),

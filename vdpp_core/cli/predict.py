@@ -17,7 +17,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
-from vdpp_core.config.family import SVD, pipeline_class
+from vdpp_core.config.family import OF_OTHERS, SVD, pipeline_class
 from vdpp_core.config.run_config import COMMAND_DEFAULTS
 from vdpp_core.engine import preflight
 from vdpp_core.models import checkpoint
@@ -236,7 +236,7 @@ class Plan:
 
 def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
     """What is predicted: on a GPU unless --device says otherwise, with a model whose weights need not be here."""
-    is_svd = pipeline_class(flags.get("model_id")) == SVD
+    is_svd = pipeline_class(flags.get("model_id"), bool(flags.keys() & set(OF_OTHERS))) == SVD
     if "image" in flags and is_svd:
         raise ConfigError("image", flags["image"], "not in a prediction, which is the same for all images")
     weights = {"random_weights": True} if is_svd and flags.get("model") != "dummy" else {}

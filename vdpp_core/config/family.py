@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Any
 
 SVD = "StableVideoDiffusionPipeline"
+OF_OTHERS = ("prompt", "negative_prompt", "call")  # arguments of a run that Stable Video Diffusion does not take
 INDEX = "model_index.json"
 
 
-def pipeline_class(model_id: str | None) -> str:
+def pipeline_class(model_id: str | None, of_others: bool) -> str:
     """Name of the diffusers class that loads a model: a folder, or the name of one on the hub.
 
     The package's own models are Stable Video Diffusions; so is whatever does not say what it is. The check of its files
-    reports that.
+    reports that. A run of another pipeline that has been moved, or of a hub that cannot be reached, has the class "".
+
+    Args:
+        of_others: whether the run has arguments that only other pipelines take.
     """
     if model_id is None:
         return SVD
     index = _read(Path(model_id).expanduser() / INDEX) or _from_hub(model_id)
-    return str(index.get("_class_name", SVD))
+    return str(index.get("_class_name", "" if of_others else SVD))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class RunConfig(
             raise ConfigError("latent_shape", shape, allowed)
         if shape is not None and any((self.num_frames, *pixels.values())):
             raise ConfigError("latent_shape", shape, "give it or num_frames, height and width, not both")
-        for name in ("prompt", "negative_prompt", "call"):
+        for name in family.OF_OTHERS:
             if value := getattr(self, name):
                 raise ConfigError(name, value, "Stable Video Diffusion takes none; it has flags of its own")
 
@@ -178,8 +178,10 @@ class RunConfig(
 
     @property
     def pipeline_class(self) -> str:
-        """Name of the diffusers class that runs the model."""
-        return family.pipeline_class(self.model_id)
+        """Name of the diffusers class that runs the model; "" where its files are missing and only they would say."""
+        sized_twice = self.latent_shape is not None and any((self.num_frames, self.height, self.width))
+        of_others = sized_twice or any(getattr(self, name) for name in family.OF_OTHERS)
+        return family.pipeline_class(self.model_id, of_others)
 
     @property
     def is_svd(self) -> bool:

@@ -26,6 +26,10 @@ OURS = (  # arguments of a pipeline's call that a run sets, or that have no plac
     *("image", "prompt", "negative_prompt", "height", "width", "num_frames"),
     *("callback_on_step_end", "callback_on_step_end_tensor_inputs"),
 )
+OF_SVD = (  # of a run, which have no effect on any other pipeline
+    *("guidance_scale", "min_guidance_scale", "motion_bucket_id", "noise_aug_strength", "decode_chunk_size"),
+    *("random_weights", "shortcuts", "forward_chunking", "enable_memory_opt"),
+)
 SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]  # tokenizers, too
 NEEDED = ("latents", "output_type", "generator", "num_inference_steps")
 
@@ -192,6 +196,9 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: diffusers has no such pipeline, its call lacks something, or an argument is none of it.
     """
+    if not config.pipeline_class:
+        allowed = "must be the folder or hub name of a diffusers pipeline, of which model_index.json can be read"
+        raise ConfigError("model_id", config.source, allowed)
     found = getattr(importlib.import_module("diffusers"), config.pipeline_class, None)
     if found is None:
         raise ConfigError("model_id", config.source, f"diffusers has no {config.pipeline_class}, which it names")
@@ -199,6 +206,10 @@ def check(config: RunConfig) -> None:
     if missing := [name for name in NEEDED if name not in known]:
         allowed = f"cannot be split by steps: the call of {config.pipeline_class} has no {', '.join(missing)}"
         raise ConfigError("model_id", config.source, allowed)
+    for name in OF_SVD:
+        if (value := getattr(config, name)) != RunConfig.model_fields[name].default:
+            instead = f": use call {name}={value}" if name in known else ""
+            raise ConfigError(name, value, f"only for Stable Video Diffusion, not {config.pipeline_class}{instead}")
     for name, value in config.call_values.items():
         if name not in known or name in OURS:
             allowed = f"must be one of {', '.join(sorted(set(known) - {'self', *OURS}))}"

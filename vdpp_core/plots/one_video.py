@@ -77,3 +77,26 @@ def exchanged(table: pd.DataFrame, title: str, small_print: str) -> Figure:
     panel.grid(axis="x", visible=False)
     panel.legend(fontsize=7.5, loc="upper left")
     return figure
+
+
+def handed_on(rows: pd.DataFrame, title: str, small_print: str) -> Figure:
+    """A bar per pipeline: kB that a stage hands on with a sample, the latents plain and what else travels hatched.
+
+    Args:
+        rows: index: the pipeline in words; columns in bytes: `latents`, `predicted` and `measured`, both with latents.
+    """
+    figure, axes = new_figure((1, 1), (9, 1.5 + 0.34 * len(rows)), title, small_print)
+    panel, places = axes[0, 0], range(len(rows))
+    latents, measured, predicted = (rows[name] / 1e3 for name in ("latents", "measured", "predicted"))
+    face = COLOURS["pp"]
+    panel.barh(places, latents, height=0.5, color=face, edgecolor=INK, label="latents, measured")
+    rest = {"left": latents, "height": 0.5, "label": "solver's memory and generator's state, measured"}
+    panel.barh(places, measured - latents, **rest, **hatched("#FBE7C2", "//"))
+    panel.barh(places, predicted, height=0.74, color="none", edgecolor=INK, linestyle="--", label="predicted")
+    for place, size, factor in zip(places, measured, measured / latents, strict=True):
+        panel.text(size, place, f"  {size:.3g} kB, {factor:.3g} × the latents", va="center", fontsize=7)
+    name_rows(panel, rows.index)
+    panel.set_xlim(0, 1.3 * panel.get_xlim()[1])
+    panel.set_xlabel("handed on with a sample, per hop (kB)")
+    panel.legend(fontsize=7.5, loc="best")
+    return figure

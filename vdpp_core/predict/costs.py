@@ -135,13 +135,18 @@ def _units(model: str, model_id: str | None, dtype: torch.dtype) -> tuple[int, i
 @functools.lru_cache(maxsize=256)
 def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, Counter[str], int]:
     """Operations of a step; kind -> bytes sent in it; the number of exchanges."""
-    denoisers = models.denoisers_on_meta(config, dtype)
-    groups = [
-        group for denoiser in denoisers.values() for group in trace.rehearse(denoiser, config.layout, member).values()
-    ]
+    denoisers, calls = models.denoisers_on_meta(config, dtype), trace.passes(config, dtype).calls
+    rehearsed = [trace.rehearse(denoiser, config.layout, member, calls) for denoiser in denoisers.values()]
+    groups = [group for each in rehearsed for group in each.values()]
     stage = trace.before_step(config, denoisers, dtype, trace.Marks([]))
-    with trace.Remembering(), FlopCounterMode(display=False) as counter:
-        stage.denoise(0, range(1), None)
+    with trace.Remembering():
+        if calls > 1:  # in the first step, both ranks compute both calls
+            stage.denoise(0, range(1), None)
+            for group in groups:
+                group.sent.clear()
+                group.exchanges = 0
+        with FlopCounterMode(display=False) as counter:
+            stage.denoise(0, range(1), None)
     sent: Counter[str] = Counter()
     for group in groups:
         for (_, kind), count in group.sent.items():

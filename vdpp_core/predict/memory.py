@@ -299,10 +299,10 @@ def countable(config: RunConfig) -> Iterator[None]:
 
 
 def alike(config: RunConfig) -> RunConfig:
-    """A configuration that is equal for all runs that allocate the same on a rank."""
+    """A configuration that is equal for all runs that allocate the same on a rank. Of a manifest, the first sample."""
     fields = ["model", "model_id", "guidance_scale", "min_guidance_scale", "shortcuts"]
     if not config.is_svd:
-        fields += CALL
+        config, fields = config.of_sample(0), [*fields, *CALL]
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
     lockstep = Parallel(**(config.parallel or Parallel()).lockstep_sizes)
     kept = {name: getattr(config, name) for name in fields}

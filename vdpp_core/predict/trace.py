@@ -26,7 +26,7 @@ from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 
 if TYPE_CHECKING:
-    from vdpp_core.models.stage import Stage
+    from vdpp_core.models.stage import Passes, Stage
 
 META, HOST = torch.device("meta"), torch.device("cpu")
 CLIP_SIZE = 224  # pixels a side, to which the pipeline brings an image for its encoder
@@ -208,16 +208,34 @@ def _unit(name: str, parameters: list[Tensor]) -> Unit:
     return Unit(name, tuple(shapes))
 
 
-def rehearse(unet: Any, layout: Parallel, member: int = 0) -> dict[str, Group]:
-    """Make a UNet on the meta device compute the share of one member of a lockstep group.
+def rehearse(denoiser: Any, layout: Parallel, member: int = 0, calls_per_step: int = 1) -> dict[str, Group]:
+    """Make a denoiser on the meta device compute the share of one member of a lockstep group.
+
+    Args:
+        calls_per_step: see `vdpp_core.parallelize`.
 
     Returns:
         axis -> the group, which counts what it would send.
     """
     place = layout.coordinates(member)
     groups = {axis: Group(size, place[axis]) for axis, size in layout.lockstep_sizes.items() if size > 1}
-    parallelize.split_forward(unet, groups)
+    parallelize.split_forward(denoiser, groups, calls_per_step)
     return groups
+
+
+def passes(config: RunConfig, dtype: torch.dtype) -> Passes:
+    """How the run's pipeline guides, where a trace depends on it."""
+    from vdpp_core import models
+    from vdpp_core.models.stage import Passes, Stage
+    from vdpp_core.models.stand_ins import Inventor, Recorder
+
+    if config.is_svd:
+        return Passes(1, config.guidance_passes)
+    if (config.parallel or Parallel()).cfg == 1 and not config.sequential:
+        return Passes(1, 1)
+    stage = Stage.around(config, models.denoisers_on_meta(config, dtype), HOST, dtype, Marks([]))
+    stage.encode([0], Recorder(Inventor(0)))
+    return stage.loop(0).passes
 
 
 class Marks:
@@ -259,8 +277,9 @@ def before_step(
     from vdpp_core.models.stand_ins import Inventor, Recorder
     from vdpp_core.parallel import guidance
 
+    one_by_one = config.sequential and passes(config, dtype).stacked == 2
     for denoiser in denoisers.values():
-        if config.calls_per_step > 1:
+        if one_by_one:
             guidance.one_after_the_other(denoiser)
         if not config.is_svd:
             _enter_meta(denoiser, arrives)
@@ -309,8 +328,9 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     from vdpp_core.parallel.fsdp_units import units
 
     denoisers = nn.ModuleDict(models.denoisers_on_meta(config, dtype))
+    calls = passes(config, dtype).calls
     for denoiser in denoisers.values():
-        rehearse(denoiser, config.layout)
+        rehearse(denoiser, config.layout, calls_per_step=calls)
     pieces = [piece for denoiser in denoisers.values() for piece in (denoiser, *units(denoiser))]
     recorder = _Recorder(list(denoisers.parameters()), pipeline_device(config))
     marks = Marks(recorder.events)
