@@ -66,8 +66,8 @@ def test_a_rank_computes_one_pass_of_the_guidance(name):
 def test_a_denoiser_that_is_called_twice_counts_twice():
     guided, unguided = (config_of("wan", call={"guidance_scale": scale}) for scale in (6.0, 1.0))
     assert costs.cost(guided).flops == 2 * costs.cost(unguided).flops
-    kept = memory.predict(guided).activations - memory.predict(unguided).activations
-    assert kept == messages.of(guided).latents  # the first call's prediction, during the second call
+    kept = memory.predict(guided).latents - memory.predict(unguided).latents
+    assert kept > messages.of(guided).latents  # an earlier call's prediction and the other pass's text
 
 
 @pytest.mark.parametrize(("name", "share"), [("animatediff", 0.5), ("wan", 1)])  # Wan's are calls of their own

@@ -27,7 +27,7 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
         ConfigError: the layout needs another number of ranks, or the pipeline refuses the run.
     """
     config = config.for_ranks(ranks)
-    if config.is_svd or config.latent_shape is not None:
+    if config.is_svd:
         return config
     _check_samples(config, resolve(config))
     from vdpp_core import models
@@ -43,7 +43,10 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
                 allowed = f"buys nothing without guidance: {config.pipeline_class} has {passes} pass in a step"
                 raise ConfigError("cfg", 2, f"{allowed} of this run")
     sequence.check(denoisers, loop.calls, config.layout.frames)
-    return config.replace(latent_shape=tuple(loop.latents.shape))
+    made = tuple(loop.latents.shape)
+    if config.latent_shape not in (None, made):
+        raise ConfigError("latent_shape", config.latent_shape, f"leave it out: {config.pipeline_class} makes {made}")
+    return config.replace(latent_shape=made)
 
 
 def _different(config: RunConfig) -> Iterable[int]:
