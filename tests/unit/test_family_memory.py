@@ -12,6 +12,7 @@ from tests.families import FAMILIES, folder
 from vdpp_core import Parallel, RunConfig, models
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.engine import preflight
+from vdpp_core.models import pipelines
 from vdpp_core.models.message import Packing
 from vdpp_core.models.stage import NoClock, Stage
 from vdpp_core.models.stand_ins import Inventor, Recorder
@@ -77,11 +78,14 @@ def test_passes_one_after_the_other_need_less(name, share):
     assert found == pytest.approx(share * memory.predict(config).activations, rel=0.1)
 
 
-def test_prompts_of_a_manifest_are_predicted_as_one(tmp_path):
+def test_prompts_of_a_manifest_are_predicted_as_one_beside_the_text_encoder(tmp_path):
     table = tmp_path / "jobs.csv"
     table.write_text('prompt\n"a red ball rolls."\ntwo boats\n')
     config = config_of("wan", command="generate", prompt=None, manifest=table, parallel=Parallel(pp=2))
-    assert memory.predict(config) == memory.predict(config_of("wan", parallel=Parallel(pp=2)))
+    many, one = memory.predict(config), memory.predict(config_of("wan", parallel=Parallel(pp=2)))
+    encoder = pipelines.shells(config.of_sample(0))["text_encoder"]
+    assert many.parameters - one.parameters == 4 * sum(each.numel() for each in encoder.parameters())
+    assert many.total - many.parameters == one.total - one.parameters
     assert messages.largest(config) == messages.largest(config_of("wan", parallel=Parallel(pp=2)))
 
 

@@ -271,14 +271,22 @@ def _decoding(config: RunConfig) -> trace.Trace:
 
 
 def trace_of(config: RunConfig) -> trace.Trace:
-    """Allocations of a rank in a step and, with `--decode as-ready`, in the decoding of a sample after it.
+    """Allocations of the rank that needs most in a step. The first stage of a manifest's run keeps the encoders; with
+    `--decode as-ready`, the last one decodes a sample after it.
 
     Raises:
         ConfigError: the video is too large for the meta device.
     """
+    dtype = resolve(config).dtype
     with countable(config):
-        step = trace.step(alike(config), resolve(config).dtype)
-    return step.then(_decoding(config)) if config.decode == "as-ready" and config.is_svd else step
+        step = first = trace.step(alike(config), dtype)
+        if config.rows is not None:
+            first = step.beside(trace.encoders(config.of_sample(0), alike(config), dtype))
+    if config.decode == "at-end" or not config.is_svd:
+        return first
+    last = step if config.parallel and config.parallel.pp > 1 else first
+    ends = first, last.then(_decoding(config))
+    return max(ends, key=lambda trace: peak(trace, _shards(config), config.fsdp_cpu_offload).total)
 
 
 @contextmanager

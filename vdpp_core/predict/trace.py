@@ -73,15 +73,20 @@ class Trace:
     units: tuple[Unit, ...]
     events: tuple[Event, ...]
 
-    def then(self, decoding: Trace) -> Trace:
-        """These steps, then a decoding, of which nothing is left but its parameters: those are never freed."""
+    def beside(self, resident: Unit) -> Trace:
+        """The same beside other parameters, which are there before and are never freed."""
         keys = itertools.count(1 + max(event.key for event in self.events))
-        kept = [Event("alloc", next(keys), rows * size, "parameters") for rows, size in decoding.parameters.rows]
-        first = next(keys)
+        kept = [Event("alloc", next(keys), rows * size, "parameters") for rows, size in resident.rows]
+        return replace(self, events=(*kept, *self.events))
+
+    def then(self, decoding: Trace) -> Trace:
+        """These steps, then a decoding, whose parameters are there all the time."""
+        steps = self.beside(decoding.parameters)
+        first = 1 + max(event.key for event in steps.events)
         own = [event._replace(key=first + event.key) for event in decoding.events]
         freed = {event.key for event in own if event.what == "free"}
         rest = [Event("free", event.key) for event in own if event.what == "alloc" and event.key not in freed]
-        return replace(self, events=(*kept, *self.events, *own, *rest))
+        return replace(steps, events=(*steps.events, *own, *rest))
 
 
 class Remembering(TorchDispatchMode):
@@ -288,6 +293,24 @@ def before_step(
         _without_pixels(stage, config)
     stage.encode([0], Recorder(Inventor(0)))
     return stage
+
+
+def encoders(config: RunConfig, like: RunConfig, dtype: torch.dtype) -> Unit:
+    """The parameters of the encoders that a pipeline asks before its loop.
+
+    Args:
+        config: of a sample.
+        like: as for `step`.
+    """
+    from vdpp_core import models
+    from vdpp_core.models import pipelines
+
+    asked = before_step(like, models.denoisers_on_meta(like, dtype), dtype, Marks([])).recording[0].answers
+    shells = {name: shell for name, shell in pipelines.shells(config).items() if name in asked}
+    for shell in shells.values():
+        upcast = dtype == torch.float16 and getattr(shell.config, "force_upcast", False)
+        nn.Module.to(shell, torch.float32 if upcast else dtype)
+    return _unit("", [each for shell in shells.values() for each in shell.parameters()])
 
 
 def _without_pixels(stage: Stage, config: RunConfig) -> None:
