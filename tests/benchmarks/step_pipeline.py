@@ -5,28 +5,23 @@ not communicate while the clock runs, so its rate is the machine's own limit L2.
 `StableVideoDiffusionPipeline` on the same denoising, alternating in one process. Nothing else should be running.
 """
 
-import time
 from statistics import median
 
 import pandas as pd
-import torch
-from diffusers import StableVideoDiffusionPipeline
 
 import launch
+from tests.benchmarks import one_rank
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.compare import tables
-from vdpp_core.config.fields import EXAMPLE_IMAGE, MODELS
-from vdpp_core.engine import worker
-from vdpp_core.models.images import read_image
 from vdpp_core.predict import schedule
 from vdpp_core.runs import results
-from vdpp_core.runs.run import Run
 
 REPEATS = 5  # of the sweep
-PAIRS = 31  # engine and official pipeline; short, since the machine drifts
 BASE = RunConfig(
     latent_shape=(1, 4, 14, 8, 8), total_steps=28, num_samples=14, warmup_samples=1, threads=1, device="cpu"
 )
+
+SAMPLE = BASE.replace(command="generate", num_samples=1, save_latents=False, parallel=Parallel())
 
 
 def step_s(job: launch.Job) -> float:
@@ -78,53 +73,13 @@ def sweep_rows(sweep: launch.Sweep) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def official_s(pipeline: StableVideoDiffusionPipeline, config: RunConfig) -> float:
-    """Seconds of the pipeline's denoising: from its first UNet call to its return."""
-    began: list[float] = []
-    hook = pipeline.unet.register_forward_pre_hook(lambda *_: began.append(time.perf_counter()))
-    _, _, frames, rows, columns = config.shape
-    pipeline(
-        read_image(EXAMPLE_IMAGE),
-        height=rows * 8,
-        width=columns * 8,
-        num_frames=frames,
-        num_inference_steps=config.total_steps,
-        generator=torch.Generator().manual_seed(config.seed),
-        output_type="latent",
-    )
-    hook.remove()
-    return time.perf_counter() - began[0]
-
-
-def engine_ratios() -> list[float]:
-    """The engine's makespan of one sample over the official pipeline's, pair by pair."""
-    config = BASE.replace(command="generate", num_samples=1, save_latents=False)
-    torch.set_num_threads(1)
-    pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"])
-    pipeline.set_progress_bar_config(disable=True)
-    official_s(pipeline, config)
-    ratios = []
-    for pair in range(PAIRS):
-        seconds = {}
-        for who in ("ours", "official") if pair % 2 else ("official", "ours"):
-            if who == "ours":
-                result = Run(worker.run(config)).result()
-                assert result is not None
-                seconds[who] = result["makespan_s"]
-            else:
-                torch.set_num_threads(1)
-                seconds[who] = official_s(pipeline, config)
-        ratios.append(seconds["ours"] / seconds["official"])
-    return ratios
-
-
 def main() -> None:
     sweep = launch.sweep(
         [BASE.replace(parallel=layout) for layout in (Parallel(), Parallel(pp=2), Parallel(dp=2))], REPEATS
     )
     sweep.wait()
     rows = sweep_rows(sweep)
-    rows = rows.join(pd.Series(engine_ratios(), name="engine / official pipeline, one rank"), how="outer")
+    rows = rows.join(pd.Series(one_rank.ratios(SAMPLE), name="engine / official pipeline, one rank"), how="outer")
     print(tables.source([job.folder for job in sweep.jobs]))
     print(f"{BASE.total_steps} steps, {BASE.num_samples} samples, latents {BASE.shape}")
     summary = pd.DataFrame({"median": rows.median(), "least": rows.min(), "greatest": rows.max()})

@@ -28,7 +28,7 @@ FIELDS = ("prompt", "negative_prompt", "num_frames", "height", "width")
 CALLS = [(name, which) for name in FAMILIES for which in ("call", "other_call")]
 
 
-def arguments(name: str, which: str, root: Path) -> dict[str, Any]:
+def arguments(name: str, which: str, root: Path, solver: str | None = None) -> dict[str, Any]:
     """A family's call as arguments of RunConfig. Where it has embeddings instead of a prompt, it gets a prompt."""
     call = dict(getattr(FAMILIES[name], which))
     fields = {field: call.pop(field) for field in FIELDS if field in call}
@@ -38,16 +38,16 @@ def arguments(name: str, which: str, root: Path) -> dict[str, Any]:
     if "prompt_embeds" in call:
         call = {key: value for key, value in call.items() if "embeds" not in key}
         fields["prompt"] = "a red ball"
-    return {"model_id": str(families.folder(name)), "call": call, **fields}
+    return {"model_id": str(families.folder(name, solver)), "call": call, **fields}
 
 
 @functools.cache
-def official(name: str, which: str, sample: int) -> torch.Tensor:
+def official(name: str, which: str, sample: int, solver: str | None = None) -> torch.Tensor:
     call = dict(getattr(FAMILIES[name], which))
     if "prompt_embeds" in call:
         call = {key: value for key, value in call.items() if "embeds" not in key} | {"prompt": "a red ball"}
     with one_thread():
-        return families.official(families.folder(name), call, STEPS, sample)
+        return families.official(families.folder(name, solver), call, STEPS, sample)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 
@@ -13,6 +16,8 @@ from tests import families
 from tests.families import FAMILIES
 from vdpp_core import models
 from vdpp_core.config import RunConfig
+from vdpp_core.config.errors import ConfigError
+from vdpp_core.engine import preflight
 from vdpp_core.models import pipelines
 from vdpp_core.models.message import Message, Packing
 from vdpp_core.models.solver import Solver
@@ -119,3 +124,27 @@ def test_solvers_with_more_timesteps_than_steps_report_each_step_once(steps: int
                 solver.scheduler.scale_model_input(latents, timestep)
                 latents = solver.scheduler.step(latents, timestep, latents).prev_sample
         assert reported == list(range(steps))
+
+
+def test_it_is_refused_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch):
+    step = diffusers.DDIMScheduler.step
+
+    def remembering(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        scheduler.tree = object()
+        return step(scheduler, *args, **kwargs)
+
+    monkeypatch.setattr(diffusers.DDIMScheduler, "step", remembering)
+    config = RunConfig(model_id=str(families.folder("animatediff")), prompt="a cat", height=32, width=32)
+    with pytest.raises(ConfigError, match=r"^pp 2: DDIMScheduler remembers a object, which cannot be handed on"):
+        preflight.complete(config, 2)
+    assert preflight.complete(config, 1).latent_shape
+
+
+def test_a_pipeline_that_cannot_be_called_with_latents_is_refused(tmp_path: Path):
+    place = tmp_path / "ddpm"
+    shutil.copytree(families.folder("animatediff"), place)
+    index = json.loads((place / "model_index.json").read_text()) | {"_class_name": "DDPMPipeline"}
+    (place / "model_index.json").write_text(json.dumps(index))
+    words = r"cannot be split by steps: the call of DDPMPipeline has no latents$"
+    with pytest.raises(ConfigError, match=rf"^model_id {place}: {words}"):
+        preflight.complete(RunConfig(model_id=str(place)), 2)

@@ -31,6 +31,7 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
         return config
     _check_samples(config, resolve(config))
     from vdpp_core import models
+    from vdpp_core.models.message import Message, Packing
     from vdpp_core.models.stage import NoClock, Stage  # takes seconds to import
 
     denoisers = models.denoisers_on_meta(config, torch.float32)
@@ -42,6 +43,11 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
             if config.layout.cfg > 1 and passes != 2:
                 allowed = f"buys nothing without guidance: {config.pipeline_class} has {passes} pass in a step"
                 raise ConfigError("cfg", 2, f"{allowed} of this run")
+    if config.layout.pp > 1:
+        try:
+            Packing(Message(loop.latents, stage.solver.memory()), stage.solver.name)
+        except TypeError as error:
+            raise ConfigError("pp", config.layout.pp, str(error)) from None
     sequence.check(denoisers, loop.calls, config.layout.frames)
     made = tuple(loop.latents.shape)
     if config.latent_shape not in (None, made):
