@@ -1,4 +1,4 @@
-"""Resident memory of each stage of a Wan whose text encoder is its largest part: python -m tests.benchmarks.stage_memory
+"""Resident memory of each stage of a Wan with a large text encoder: python -m tests.benchmarks.stage_memory
 
 Four stages of a small random Wan with a text encoder of 0.5 GB. Only the first stage loads the encoder. It frees it
 before the clock starts, unless the rows of a manifest are encoded later.
