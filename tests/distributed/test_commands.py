@@ -130,7 +130,7 @@ def test_a_mistake_under_torchrun_is_said_once(torchrun, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_settles_a_run_that_is_still_starting(ranks, tmp_path, wait_until):
     folder = tmp_path / "run"
-    line = ["simulate", "--world-size", ranks, "--num-samples", 10_000, "--output-dir", folder]
+    line = ["simulate", "--world-size", ranks, "--num-samples", 1_000, "--output-dir", folder]
     process = subprocess.Popen(
         [sys.executable, "-m", "vdpp_core", *map(str, line)], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
