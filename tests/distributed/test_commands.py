@@ -129,6 +129,14 @@ def test_a_mistake_under_torchrun_is_said_once(forked_torchrun, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_of_the_packages_own_torchrun_are_forked(forked_in_background, tmp_path, wait_until):
+    words = ["simulate", "--num-samples", "500", "--output-dir", str(tmp_path / "run")]
+    with forked_in_background(2, *words) as agent:
+        wait_until(lambda: len(Run(tmp_path / "run").events()) >= 2, 60)
+        ranks = [child for child in agent.children() if "simulate" in child.cmdline()]
+        assert [rank.cmdline() for rank in ranks] == [[sys.executable, "-m", "vdpp_core", *words]] * 2  # started: -u
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_settles_a_run_that_is_still_starting(ranks, tmp_path, wait_until):
     folder = tmp_path / "run"
