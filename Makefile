@@ -2,9 +2,14 @@
 PYTHON ?= python3
 VENV := .venv/bin
 READY := .venv/ready
-UNIT := OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile
-RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-WITH_RANKS := tests/notebooks tests/distributed/test_survival.py tests/browser tests/distributed # the longest files first
+IN_ORDER := -m pytest --dist loadfile --no-loadscope-reorder # of the arguments, which have the longest files first
+UNIT := OMP_NUM_THREADS=1 $(VENV)/python $(IN_ORDER) -n 2
+RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python $(IN_ORDER) -n 4 # ranks wait more than they compute
+
+LONG_UNIT := advice.py fuzz.py memory.py safety.py denoise.py gpu_check.py stages.py predictor.py many_ranks.py variants.py
+UNITS := $(addprefix tests/unit/test_,$(LONG_UNIT) tiny_model.py other_device.py training.py) tests/unit
+LONG_RANKS := $(addprefix tests/distributed/test_,survival.py doubles.py warm_starts.py nodes.py lockstep.py peers.py)
+WITH_RANKS := tests/notebooks $(LONG_RANKS) tests/browser tests/distributed
 
 ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py warm_starts.py)
 
@@ -17,11 +22,11 @@ figures: $(READY) ## the same, and replace the pictures in figures/ that the REA
 	$(VENV)/python -m launch report --update-figures
 
 test: $(READY) ## what shows that a change is right, in minutes: tests without ranks, exactness, launching, failures
-	$(UNIT) -m "not slow" tests/unit
+	$(UNIT) -m "not slow" $(UNITS)
 	$(RANKS) -m "not slow" $(ESSENTIAL)
 
 test-all: $(READY) ## everything, as CI runs it
-	$(UNIT) tests/unit
+	$(UNIT) $(UNITS)
 	$(RANKS) $(WITH_RANKS)
 
 lab: $(READY) ## open the workbook; JUPYTER_OPTS="--no-browser --port=8890": options of JupyterLab

@@ -408,14 +408,15 @@ def _start_there(channel: socket.socket) -> None:
     started: Any = SubprocessHandler._popen
 
     def forked(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -> Any:
-        if command[:2] == (sys.executable, "-m") and command[2] in _MAINS:
+        words = command[2:] if command[1:2] == ("-u",) else command[1:]  # a fork flushes what it prints when it ends
+        if command[0] == sys.executable and words[0] == "-m" and words[1] in _MAINS:
             files = [(handler._stdout or sys.stdout).fileno(), (handler._stderr or sys.stderr).fileno()]
             try:
                 ours, theirs = socket.socketpair()
                 with ours:
                     with theirs:
                         socket.send_fds(channel, [b"."], [theirs.fileno()])
-                    return _Forked(forking.ask(ours, command[2:], environment, files))
+                    return _Forked(forking.ask(ours, words[1:], environment, files))
             except (OSError, StartError) as error:
                 print(f"cold start of a rank: {error or type(error).__name__}", flush=True)
         return started(handler, command, environment)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
     import subprocess
 
@@ -66,6 +68,18 @@ def exit_code(process: subprocess.Popen[Any], seconds: float) -> int:
     """Of a process that has to end in that time."""
     wait_until(lambda: process.poll() is not None, seconds)
     return process.returncode
+
+
+def wait_for_end(process: psutil.Process, seconds: float) -> None:
+    """Of a process that has to end in that time, whose exit code is not known."""
+
+    def is_over() -> bool:
+        try:
+            return process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(is_over, seconds)
 
 
 def result_of(job: launch.Job, seconds: float) -> dict[str, Any]:

@@ -66,19 +66,39 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def warm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    """warm_ranks(ranks, *run folders): forked ranks execute prepared runs one after another, in one process each."""
-    root = tmp_path_factory.mktemp("warm-ranks")
+def forked_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., psutil.Process]:
+    """forked_torchrun(log, ranks, *arguments of `python -m vdpp_core`): torchrun's agent, started in the background.
+
+    The agent and its ranks are forks of a process that has imported everything, so they start in a fraction of a
+    second. They print into the log, and errors into a file .err beside it. The agent is no child of this process: its
+    exit code is not known.
+    """
+    root = tmp_path_factory.mktemp("forked")
     first = RunConfig(model="dummy", total_steps=1, latent_shape=(1, 4, 2, 8, 8), output_dir=root / "first")
     assert launch.start(first).wait(120)["outcome"] == "ok"  # and a server stays
 
-    def run(ranks: int, *folders: Path, timeout: float = 480) -> None:
+    def start(path: Path, ranks: int, *arguments: Any) -> psutil.Process:
         torchrun = ["vdpp_core.cli.local_torchrun", f"--nproc_per_node={ranks}", "-m", "vdpp_core"]
-        with (root / f"{ranks}.log").open("w") as log:
-            agent = warm_start.start([*torchrun, "run", *map(str, folders)], log.fileno(), log.fileno())
-        with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(agent).wait(timeout)
-        assert all(Run(folder).result() for folder in folders), (root / f"{ranks}.log").read_text()
+        agents: list[psutil.Process] = []
+        with path.open("w") as log, path.with_suffix(".err").open("w") as errors:
+            files = log.fileno(), errors.fileno()
+            warm_start.start([*torchrun, *map(str, arguments)], *files, lambda pid: agents.append(psutil.Process(pid)))
+        return agents[0]
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def warm_ranks(
+    forked_torchrun: Callable[..., psutil.Process], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., None]:
+    """warm_ranks(ranks, *run folders): forked ranks execute prepared runs one after another, in one process each."""
+    root = tmp_path_factory.mktemp("warm-ranks")
+
+    def run(ranks: int, *folders: Path, timeout: float = 480) -> None:
+        log = root / f"{ranks}.log"
+        forked_torchrun(log, ranks, "run", *folders).wait(timeout)
+        assert all(Run(folder).result() for folder in folders), log.with_suffix(".err").read_text()
 
     return run
 
@@ -92,19 +112,41 @@ def torchrun_in_background(tmp_path: Path) -> Callable[..., Any]:
         command = [*COMMAND, f"--nproc_per_node={ranks}", "-m", "vdpp_core", *map(str, arguments)]
         with (tmp_path / "torchrun.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        family = {}
         try:
-            yield process
+            with nothing_left(psutil.Process(process.pid)):
+                yield process
         finally:
-            if process.poll() is None:
-                family = {child.pid: child for child in psutil.Process(process.pid).children(recursive=True)}
-                process.kill()
-            for child in family.values():
-                if child.is_running():
-                    child.kill()
             process.wait()
 
     return start
+
+
+@pytest.fixture
+def forked_in_background(tmp_path: Path, forked_torchrun: Callable[..., psutil.Process]) -> Callable[..., Any]:
+    """with forked_in_background(ranks, …) as process: the same, of ranks that are forked."""
+
+    @contextlib.contextmanager
+    def start(ranks: int, *arguments: Any) -> Iterator[psutil.Process]:
+        process = forked_torchrun(tmp_path / "torchrun.log", ranks, *arguments)
+        with nothing_left(process):
+            yield process
+
+    return start
+
+
+@contextlib.contextmanager
+def nothing_left(agent: psutil.Process) -> Iterator[None]:
+    """Kill an agent and its ranks in the end, if it still runs."""
+    family: list[psutil.Process] = []
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = agent.children(recursive=True)
+            agent.kill()
+        for child in family:
+            if child.is_running():
+                child.kill()
 
 
 @pytest.fixture(scope="session")

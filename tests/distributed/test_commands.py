@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.patience import wait_for_end
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.runs.run import Run
 
@@ -46,14 +47,15 @@ def command(*arguments):
 
 
 @pytest.fixture(scope="module")
-def benchmark_on_7(tmp_path_factory):
+def benchmark_on_7(forked_torchrun, tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark") / "run"
-    process = command(
+    log = folder.parent / "log"
+    arguments = (
         *("benchmark", "--model", "tiny", "--world-size", 7, "--total-steps", 28, "--num-samples", 3),
         *("--latent-shape", 1, 4, 2, 4, 4, "--device", "cpu", "--json", "--output-dir", folder),
     )
-    assert process.returncode == 0, process.stderr
-    return folder, process.stdout
+    wait_for_end(forked_torchrun(log, 7, *arguments), 240)
+    return folder, log.read_text()
 
 
 def test_simulate_under_torchrun(torchrun, tmp_path):
@@ -70,11 +72,11 @@ def test_simulate_under_torchrun(torchrun, tmp_path):
     assert str(tmp_path / "run") in process.stdout
 
 
-def test_simulate_on_seven_ranks(tmp_path):
-    process = command("simulate", "--world-size", 7, "--total-steps", 28, "--output-dir", tmp_path / "run")
+def test_simulate_without_torchrun(tmp_path):
+    process = command("simulate", "--world-size", 2, "--total-steps", 28, "--output-dir", tmp_path / "run")
     assert process.returncode == 0, process.stderr
     result = Run(tmp_path / "run").result()
-    assert (result["world_size"], result["steps_per_gpu"], result["steps_per_stage"]) == (7, 4, [4] * 7)
+    assert (result["world_size"], result["steps_per_gpu"], result["steps_per_stage"]) == (2, 14, [14] * 2)
     assert RunConfig.read(tmp_path / "run").model == "dummy"
 
 
@@ -116,10 +118,10 @@ def test_warm_up_is_before_the_clock(benchmark_on_7):
     assert all(clocks[event.rank] < event.t for event in timed)  # each rank starts its own
 
 
-def test_a_mistake_under_torchrun_is_said_once(torchrun, tmp_path):
-    process = torchrun(2, "simulate", "--total-steps", 1, "--output-dir", tmp_path / "run")
-    assert process.returncode != 0
-    said = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+def test_a_mistake_under_torchrun_is_said_once(forked_torchrun, tmp_path):
+    log = tmp_path / "log"
+    wait_for_end(forked_torchrun(log, 2, "simulate", "--total-steps", 1, "--output-dir", tmp_path / "run"), 60)
+    said = [line for line in log.with_suffix(".err").read_text().splitlines() if line.startswith("error: ")]
     assert said == [
         "error: torchrun's ranks 2: must be at most total_steps, 1 (every rank is a pipeline stage unless flags say "
         "otherwise)"
@@ -127,10 +129,18 @@ def test_a_mistake_under_torchrun_is_said_once(torchrun, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_of_the_packages_own_torchrun_are_forked(forked_in_background, tmp_path, wait_until):
+    words = ["simulate", "--num-samples", "500", "--output-dir", str(tmp_path / "run")]
+    with forked_in_background(2, *words) as agent:
+        wait_until(lambda: len(Run(tmp_path / "run").events()) >= 2, 60)
+        ranks = [child for child in agent.children() if "simulate" in child.cmdline()]
+        assert [rank.cmdline() for rank in ranks] == [[sys.executable, "-m", "vdpp_core", *words]] * 2  # started: -u
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_settles_a_run_that_is_still_starting(ranks, tmp_path, wait_until):
     folder = tmp_path / "run"
-    line = ["simulate", "--world-size", ranks, "--num-samples", 10_000, "--output-dir", folder]
+    line = ["simulate", "--world-size", ranks, "--num-samples", 1_000, "--output-dir", folder]
     process = subprocess.Popen(
         [sys.executable, "-m", "vdpp_core", *map(str, line)], stderr=subprocess.PIPE, text=True, start_new_session=True
     )

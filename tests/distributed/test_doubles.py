@@ -71,7 +71,7 @@ def test_synchronising_the_device_at_any_moment_locks_nothing_up(
     for variable, value in with_doubles(tmp_path, *names).items():
         monkeypatch.setenv(variable, value)
     base = RunConfig(
-        image=EXAMPLE_IMAGE, total_steps=5, num_frames=3, num_samples=3, threads=1, save_latents=True, timeout_s=30
+        image=EXAMPLE_IMAGE, total_steps=4, num_frames=3, num_samples=2, threads=1, save_latents=True, timeout_s=30
     )
     folders = [
         runfolder.create(base.replace(output_dir=tmp_path / name, parallel=layout))

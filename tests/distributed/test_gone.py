@@ -20,8 +20,8 @@ from vdpp_core.runs.run import Run
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 LONG = RunConfig(
     model="dummy",
-    total_steps=400,
-    num_samples=2_000,
+    total_steps=100,
+    num_samples=200,
     latent_shape=(1, 4, 8, 32, 32),
     device="cpu",
     threads=1,

@@ -125,7 +125,7 @@ def test_warm_ranks_are_as_cold_ones(
 
 
 def test_who_forks_has_one_thread(tmp_path: Path, server: psutil.Process, wait_until: WaitUntil):
-    job = launch.start(SHORT.replace(output_dir=tmp_path / "run", num_samples=5_000, total_steps=400))
+    job = launch.start(SHORT.replace(output_dir=tmp_path / "run", num_samples=100, total_steps=400))
     try:
         wait_until(lambda: job.run.events(), 60)
         (nursery,) = servers("nursery")

@@ -346,7 +346,7 @@ PLAIN = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}  # no × 
     ("line", "code", "environment"),
     [
         ("vdpp_core memory --model dummy --world-size 4 --dp 2", 0, PLAIN),
-        ("vdpp_core plan --gpus 2 --tflops 1 --link-gb-per-s 1", 0, PLAIN),
+        ("vdpp_core plan --model dummy --gpus 2 --tflops 1 --link-gb-per-s 1", 0, PLAIN),
         ("vdpp_core memory --world-size 4 --dp 3", 2, PLAIN),
         ("vdpp_core simulate --output-dir \udcff\udcfe/é --total-steps nan", 2, {}),
         ("vdpp_core run \udcff", 2, {}),
