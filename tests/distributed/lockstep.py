@@ -2,7 +2,8 @@
 
 python -m torch.distributed.run --standalone --nproc_per_node=N -m tests.distributed.lockstep [--all] LAYOUT…
 with each LAYOUT the JSON of a Parallel of N ranks. For each, in one process, fp32 and fp64: num_frames 5, 14, 25 at
-latents of 9 × 16 or 8 × 8, with --all at both; of those that combine axes one case.
+latents of 9 × 16 or 8 × 8, with --all at both; of those that combine axes one case. On two ranks, also the official
+pipeline (`official.py`) around a UNet that is split by frames.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from diffusers import UNetSpatioTemporalConditionModel
 
 import vdpp_core
+from tests.distributed import official
 from vdpp_core import Parallel
 from vdpp_core.config.fields import MODELS
 
@@ -80,10 +82,12 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with torch.no_grad():
-        results = {
+        results: dict[str, Any] = {
             argument: {str(dtype): errors(Parallel(**json.loads(argument)), dtype, several) for dtype in TOLERANCES}
             for argument in layouts
         }
+    if dist.get_world_size() == 2:
+        results["official"] = official.compare(Parallel(frames=2))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0:

@@ -1,13 +1,7 @@
-"""Under torchrun on two ranks: diffusers' own pipeline before and after `pipe.unet = parallelize(…)`, for two images.
-
-Prints as JSON, for each rank and image, the relative error of the latents and the largest difference of decoded frames
-in grey levels of 255.
-"""
+"""On two ranks: diffusers' own pipeline before and after `pipe.unet = parallelize(…)`, for two images."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -31,9 +25,9 @@ def generate(pipeline: Any, image: Image.Image, steps: int) -> tuple[torch.Tenso
     return latents, pipeline.video_processor.postprocess_video(frames, output_type="np") * 255
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def compare(layout: Parallel) -> list[dict[str, float]]:
+    """For each image, the relative error of this rank's latents, and the largest difference of decoded frames in grey
+    levels of 255."""
     pipe = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"])
     pipe.set_progress_bar_config(disable=True)
     ball = Image.open(EXAMPLE_IMAGE).convert("RGB")
@@ -42,20 +36,11 @@ def main() -> None:
     if dist.get_rank() == 0:
         alone = [generate(pipe, image, steps) for steps, image in images.items()]
     dist.broadcast_object_list(alone)
-    mesh = Parallel(**json.loads(sys.argv[1])).mesh("cpu")
-    pipe.unet = vdpp_core.parallelize(pipe.unet, mesh)
+    pipe.unet = vdpp_core.parallelize(pipe.unet, layout.mesh("cpu"))
     found = []
     for (steps, image), (latents, frames) in zip(images.items(), alone, strict=True):
         split_latents, split_frames = generate(pipe, image, steps)
         error = (split_latents - latents).norm() / latents.norm()
         levels = np.abs(np.round(split_frames) - np.round(frames)).max()
         found.append({"latents": error.item(), "grey_levels": float(levels)})
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    if dist.get_rank() == 0:
-        print(json.dumps(everyone))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return found

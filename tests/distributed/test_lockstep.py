@@ -57,12 +57,8 @@ def test_the_tolerances_are_those_of_the_promise():
 
 def test_the_official_pipeline_takes_a_split_unet():
     """A whole generation of 25 steps: latents within 1e-4, frames within one grey level."""
-    layout = Parallel(frames=2).model_dump_json()
-    command = [*COMMAND, "--nproc_per_node=2", "-m", "tests.distributed.official", layout]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=480)
-    assert process.returncode == 0, process.stderr
-    for rank in json.loads(process.stdout):
-        assert len(rank) == 2  # images, one after the other in one process
-        for found in rank:
+    for rank in of_ranks(2):
+        assert len(rank["official"]) == 2  # images, one after the other in one process
+        for found in rank["official"]:
             assert found["latents"] <= 1e-4
             assert found["grey_levels"] <= 1
