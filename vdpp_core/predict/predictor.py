@@ -32,7 +32,8 @@ TRACED = {  # whether frames are split -> guidance mode, frames, rows, columns, 
     False: (("sequential", 14, 40, 72, 1), ("batched", 14, 40, 72, 1), ("sequential", 25, 96, 160, 1)),
     True: (
         *(("sequential", 14, 40, 72, 2), ("batched", 14, 40, 72, 4), ("batched", 25, 72, 128, 2)),
-        *(("sequential", 25, 96, 160, 7), ("batched", 25, 96, 160, 4)),
+        *(("sequential", 25, 96, 160, 7), ("batched", 25, 96, 160, 4), ("batched", 25, 96, 160, 2)),
+        ("batched", 14, 48, 80, 2),
     ),
 }
 SHARDED = 8  # ranks that the fit shards parameters over, or as many as the frames allow
