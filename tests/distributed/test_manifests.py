@@ -185,3 +185,22 @@ def test_prompts_of_another_pipeline(tmp_path: Path, warm_ranks: Callable[..., N
             latents = families.official(Path(str(config.model_id)), own, 3, int(row.get("seed", sample)))
         assert torch.equal(run.load_latents(sample), latents), sample
     assert [len(run.video_paths(sample)) for sample in range(3)] == [1, 1, 1]
+
+
+def test_rows_whose_encodings_look_different(tmp_path: Path, warm_ranks: Callable[..., None]) -> None:
+    """HunyuanVideo encodes a negative prompt only where there is one, and then calls its transformer twice a step."""
+    call = families.FAMILIES["hunyuan-video"].call
+    (tmp_path / "jobs.csv").write_text("prompt,negative_prompt\na red ball,blurry\ntwo boats,\n")
+    config = RunConfig(
+        **{"command": "generate", "total_steps": 3, "threads": 1, "device": "cpu", "output_dir": tmp_path / "run"},
+        **{name: call[name] for name in ("height", "width", "num_frames")},
+        model_id=str(families.folder("hunyuan-video")),
+        call=families.BARE | {"true_cfg_scale": 3.0},
+        manifest=tmp_path / "jobs.csv",
+        parallel=Parallel(pp=2),
+        compare_official=True,
+    )
+    folder = runfolder.create(preflight.complete(config, 2))
+    warm_ranks(2, folder)
+    result = Run(folder).result() or {}
+    assert (result["outcome"], result["official"]["equal_latents"]) == ("ok", 2)

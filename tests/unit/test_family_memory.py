@@ -164,7 +164,7 @@ def test_what_a_pipeline_does_not_support_is_one_line():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"guidance_scale": 7.0}, "only for Stable Video Diffusion, not WanPipeline: use call guidance_scale=7.0"),
+        ({"guidance_scale": 7.0}, "only for Stable Video Diffusion, not WanPipeline: use --call guidance_scale=7.0"),
         ({"motion_bucket_id": 9}, "only for Stable Video Diffusion, not WanPipeline"),
         ({"forward_chunking": True}, "only for Stable Video Diffusion, not WanPipeline"),
     ],

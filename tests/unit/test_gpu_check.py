@@ -281,7 +281,7 @@ def make_gpu_check(*variables: str) -> subprocess.CompletedProcess[str]:
     hidden = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"} | {"CUDA_VISIBLE_DEVICES": ""}
     make = ["make", "--silent", "-o", ".venv/ready", f"VENV={Path(sys.executable).parent}"]
     command = [*make, "gpu-check", *variables]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=project, env=hidden)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=project, env=hidden)
 
 
 @pytest.mark.slow

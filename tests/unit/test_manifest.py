@@ -61,8 +61,8 @@ def test_a_row_of_a_csv_file_is_a_sample(table, tmp_path):
 
 
 def test_json_lines(table, tmp_path):
-    path = table('{"image": "a.png", "seed": 3}\n\n{"seed": null, "fps": 9}\n', "jobs.jsonl")
-    assert manifest.read(path) == ({"image": str(tmp_path / "a.png"), "seed": 3}, {"fps": 9})
+    path = table('{"image": "a.png", "seed": 3}\n\n{"seed": null, "fps": 9}\n{"prompt": "a\u2028b"}\n', "jobs.jsonl")
+    assert manifest.read(path) == ({"image": str(tmp_path / "a.png"), "seed": 3}, {"fps": 9}, {"prompt": "a\u2028b"})
 
 
 def test_arguments_of_the_pipelines_call(table):
@@ -113,6 +113,7 @@ def test_what_is_refused(name, table, tmp_path):
         ('{"seed": 1}\n{"seed": NaN}\n', r"row 2 \(sample 1\) is not JSON \(NaN"),
         ('{"a b": 1}\n', r"row 1 \(sample 0\), column 'a b': must be a name"),
         ("{}\n{\n", r"row 2 \(sample 1\) is not JSON"),
+        ('{"guidance_scale": 1e999}\n', r"row 1 \(sample 0\) is not JSON \(1e999 is too large a number"),
         (
             '{"image": "a.png"}\n{"guidance_scale": [1]}\n',
             r"row 2 \(sample 1\), column guidance_scale, \[1\]: must be a",
@@ -136,6 +137,10 @@ def test_what_is_refused_of_json_lines(text, words, table):
         ),
         ("prompt,height\nboats,32\n", r"row 1 \(sample 0\), column height: is the same in all rows"),
         ("prompt,generator\nboats,32\n", r"row 1 \(sample 0\), column generator: must be one of"),
+        ("prompt,self\nboats,32\n", r"row 1 \(sample 0\), column self: must be one of"),
+        ("prompt,num_videos_per_prompt\na,1\nb,2\n", r"row 1 .*column num_videos_per_prompt: is the same in all rows"),
+        ("prompt,guidance_scale\nboats,NaN\n", r"row 1 .*column guidance_scale: must be a number.*not NaN"),
+        ("prompt,eta\nboats,[1]\n", r"row 1 \(sample 0\): AnimateDiffPipeline refuses the run: TypeError"),
     ],
 )
 def test_what_another_pipeline_refuses(text, words, table):
@@ -146,7 +151,7 @@ def test_what_another_pipeline_refuses(text, words, table):
 
 def test_rows_with_other_columns_are_shown_to_the_pipeline(table):
     path = table("prompt,seed\nboats,3\nships,4\n,5\n")
-    words = r"row 3 \(sample 2\): AnimateDiffPipeline refuses the run: Provide either `prompt`"
+    words = r"row 3 \(sample 2\): AnimateDiffPipeline refuses the run: ValueError: Provide either `prompt`"
     with pytest.raises(ConfigError, match=rf"^manifest {path}: {words}"):
         prepared(path, model_id=str(folder("animatediff")))
 

@@ -26,7 +26,7 @@ from vdpp_core.config.run_config import COMMAND_DEFAULTS
 COMMANDS = {
     "simulate": "Check the logic of a run with the dummy network, on the CPU in fp32.",
     "benchmark": "Measure throughput, latency and utilisation of a model.",
-    "generate": "Make videos from an image: MP4, GIF and a contact sheet.",
+    "generate": "Make videos from images or prompts: MP4, GIF and a contact sheet.",
 }
 MOST_SHOWN = 500  # characters of a message about a command line
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -141,11 +142,18 @@ class Conditioning(Frozen):
 
 
 def value_of(text: str) -> Any:
-    """A number, true, false, null or a list, as JSON; anything else is text."""
+    """A number, true, false, null or a list, as JSON; anything else is text, and so are numbers that are not finite."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return text
+    return value if _all_finite(value) else text
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return all(map(_all_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class Execution(Frozen):

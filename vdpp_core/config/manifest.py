@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,10 @@ OF_SVD = (
     *("image", "seed", "guidance_scale", "min_guidance_scale"),
     *("motion_bucket_id", "fps", "noise_aug_strength"),
 )
-SHARED = ("total_steps", "num_inference_steps", "num_frames", "height", "width", "latent_shape")
+SHARED = (
+    *("total_steps", "num_inference_steps", "num_frames", "height", "width", "latent_shape"),
+    *("num_videos_per_prompt", "num_images_per_prompt"),
+)
 MOST_ROWS = 100_000
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one letter is a drive
 
@@ -82,9 +86,9 @@ def _csv_rows(text: str) -> Iterable[Row]:
 
 
 def _json_rows(text: str) -> Iterable[Row]:
-    for number, line in enumerate(line for line in text.splitlines() if line.strip()):
+    for number, line in enumerate(line for line in text.split("\n") if line.strip()):
         try:
-            row = json.loads(line, parse_constant=_no_number)
+            row = json.loads(line, parse_constant=_no_number, parse_float=_finite)
         except ValueError as error:
             raise ConfigError("manifest", "", f"{name_of_row(number)} is not JSON ({error})") from None
         if not isinstance(row, dict):
@@ -97,6 +101,12 @@ def _json_rows(text: str) -> Iterable[Row]:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is too large a number")
+    return number
 
 
 def _with_place(row: Row, path: Path) -> Row:

@@ -36,9 +36,13 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
 
     denoisers = models.denoisers_on_meta(config, torch.float32)
     stage = Stage.around(config, denoisers, torch.device("cpu"), torch.float32, NoClock())
+    shapes = set[tuple[int, ...]]()
     for number in _different(config):
         with _sample(config, number):
             loop = _loop(stage, number, config)
+            shapes.add(made := tuple(loop.latents.shape))
+            if len(shapes) > 1:
+                raise ConfigError("model_id", config.source, f"makes latents {made}, and of other rows another shape")
             passes = loop.passes.calls * loop.passes.stacked
             if config.layout.cfg > 1 and passes != 2:
                 allowed = f"buys nothing without guidance: {config.pipeline_class} has {passes} pass in a step"
@@ -49,7 +53,6 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
         except TypeError as error:
             raise ConfigError("pp", config.layout.pp, str(error)) from None
     sequence.check(denoisers, loop.calls, config.layout.frames)
-    made = tuple(loop.latents.shape)
     if config.latent_shape not in (None, made):
         raise ConfigError("latent_shape", config.latent_shape, f"leave it out: {config.pipeline_class} makes {made}")
     return config.replace(latent_shape=made)
@@ -69,10 +72,10 @@ def _loop(stage: Stage, sample: int, config: RunConfig) -> Loop:
 
     try:
         stage.encode([sample], Recorder(Inventor(0)))
-    except (ValueError, TypeError) as error:
-        words = in_one_line(str(error))[:300]
-        raise ConfigError("model_id", config.source, f"{config.pipeline_class} refuses the run: {words}") from None
-    return stage.loop(sample)
+        return stage.loop(sample)
+    except Exception as error:  # whatever a pipeline raises at arguments that it does not check
+        words = f"{config.pipeline_class} refuses the run: {type(error).__name__}: {in_one_line(str(error))[:300]}"
+        raise ConfigError("model_id", config.source, words) from None
 
 
 def check(config: RunConfig, local_ranks: int) -> Execution:

@@ -231,8 +231,9 @@ class _Rank:
         return stand_ins.Recorder(stand_ins.Real(load))
 
     def _form_of(self, sample: int) -> Any:
-        """What the messages of a sample depend on: further arguments of its call, if any."""
-        return self.config.of_sample(sample).call
+        """What the messages of a sample depend on: which columns its row has, and further arguments of its call."""
+        rows = self.config.rows
+        return frozenset(rows[sample] if rows else ()), self.config.of_sample(sample).call
 
     def _origin(self) -> str:
         """The digest of rank 0's origin record, after each other machine has compared its own with it.

@@ -47,11 +47,14 @@ def whole_image(path: Path) -> Image.Image:
     """Read an image as diffusers' users do, for pipelines that crop or resize it themselves.
 
     Raises:
-        ConfigError: the file is missing or not readable by Pillow.
+        ConfigError: the file is missing, not readable by Pillow or too small.
     """
     from diffusers.utils import load_image
 
-    with _opened(path):
+    with _opened(path) as image:
+        if min(image.size) < LEAST_SIDE:
+            words = f"has {by_text(*image.size)} pixels: {LEAST_SIDE} × {LEAST_SIDE} at least"
+            raise ConfigError("image", path, words)
         return load_image(str(path))
 
 

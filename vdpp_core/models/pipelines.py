@@ -202,17 +202,18 @@ def check(config: RunConfig) -> None:
     found = getattr(importlib.import_module("diffusers"), config.pipeline_class, None)
     if found is None:
         raise ConfigError("model_id", config.source, f"diffusers has no {config.pipeline_class}, which it names")
-    known = inspect.signature(found.__call__).parameters
+    parameters = inspect.signature(found.__call__).parameters.items()
+    known = {name: one for name, one in parameters if name != "self" and one.kind is not one.VAR_KEYWORD}
     if missing := [name for name in NEEDED if name not in known]:
         allowed = f"cannot be split by steps: the call of {config.pipeline_class} has no {', '.join(missing)}"
         raise ConfigError("model_id", config.source, allowed)
     for name in OF_SVD:
         if (value := getattr(config, name)) != RunConfig.model_fields[name].default:
-            instead = f": use call {name}={value}" if name in known else ""
+            instead = f": use --call {name}={value}" if name in known else ""
             raise ConfigError(name, value, f"only for Stable Video Diffusion, not {config.pipeline_class}{instead}")
     for name, value in config.call_values.items():
         if name not in known or name in OURS:
-            allowed = f"must be one of {', '.join(sorted(set(known) - {'self', *OURS}))}"
+            allowed = f"must be one of {', '.join(sorted(set(known) - {*OURS}))}"
             raise ConfigError("call", name, allowed)
         if isinstance(known[name].default, int | float) and isinstance(value, str):
             raise ConfigError("call", name, f"must be a number, true or false, not {in_one_line(value)}")

@@ -20,6 +20,9 @@ from vdpp_core.config.errors import ConfigError
 # Time limit of every group and of the store: waiting for a slow stage is normal and may take hours. A run that hangs is
 # ended by the ranks' monitors (vdpp_core/engine/rank_monitor.py).
 PATIENCE = timedelta(days=7)
+# The store is there before any rank starts; if it is not, its launcher was killed. By default a rank would try for half
+# an hour.
+TO_CONNECT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def store(ranks: Ranks) -> dist.Store:
     """torchrun's key-value store; a private one without torchrun."""
     if not ranks.under_torchrun:
         return dist.HashStore()
-    shared = next(rendezvous("env://"))[0]
+    shared = next(rendezvous("env://", timeout=TO_CONNECT))[0]
     shared.set_timeout(PATIENCE)
     return shared
 
