@@ -53,7 +53,11 @@ def test_a_sweep_interleaves_its_repeats_and_goes_on_after_a_failed_run(tmp_path
     assert sweep.status() == "2 of 6 not ok: failed"
     again = launch.attach(sweep.run_id, root=tmp_path / "runs")
     assert isinstance(again, launch.Sweep)
-    pd.testing.assert_frame_equal(pd.read_csv(sweep.folder / "table.csv"), again.table(), check_dtype=False)
+    written, shown = (
+        each.astype(object).where(each.notna(), None)  # a run that was not disturbed has an empty cell
+        for each in (pd.read_csv(sweep.folder / "table.csv"), again.table())
+    )
+    pd.testing.assert_frame_equal(written, shown)
 
 
 def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -57,19 +58,21 @@ def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["run_id", "outcome"])
 
 
-def _times(numbers: dict[str, Any]) -> dict[str, float | None]:
-    """The numbers to compare among `vdpp_core.runs.metrics.numbers`, with the median latency and mean interval."""
+def _times(numbers: dict[str, Any]) -> dict[str, float]:
+    """The numbers to compare among `vdpp_core.runs.metrics.numbers`, with the median latency and mean interval; NaN
+    where one is not known."""
     names = ["makespan_s", "samples_per_s", "steady_state_samples_per_s", "first_sample_time_s", "bubble"]
     names.append("time_to_first_video_s")
-    return {name: numbers.get(name) for name in names} | {
-        "latency_s": median(numbers["latency_s"]) if numbers.get("latency_s") else None,
-        "interval_s": fmean(numbers["interval_s"]) if numbers.get("interval_s") else None,
+    known = {name: nan if numbers.get(name) is None else numbers[name] for name in names}
+    return known | {
+        "latency_s": median(numbers["latency_s"]) if numbers.get("latency_s") else nan,
+        "interval_s": fmean(numbers["interval_s"]) if numbers.get("interval_s") else nan,
     }
 
 
-def _largest_handoff(numbers: dict[str, Any]) -> float | None:
-    """In MB (1e6 bytes)."""
-    return max((size / 1e6 for size in numbers.get("handoff_bytes_per_rank") or [] if size), default=None)
+def _largest_handoff(numbers: dict[str, Any]) -> float:
+    """In MB (1e6 bytes); NaN without one."""
+    return max((size / 1e6 for size in numbers.get("handoff_bytes_per_rank") or [] if size), default=nan)
 
 
 def source(runs: Sequence[Path | Run]) -> str:
