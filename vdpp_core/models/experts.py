@@ -25,8 +25,9 @@ class Experts(ModelMixin, ConfigMixin):
     """
 
     config_name = "config.json"
+    experts: nn.ModuleDict
 
-    def __init__(self, experts: Mapping[str, nn.Module], boundaries: Sequence[float]) -> None:
+    def __init__(self, experts: Mapping[str, Any], boundaries: Sequence[float]) -> None:
         super().__init__()
         if len(boundaries) != len(experts) - 1 or sorted(boundaries, reverse=True) != [*boundaries]:
             raise ValueError(f"boundaries {boundaries}: must be {len(experts) - 1} falling timesteps")
@@ -56,21 +57,22 @@ class Experts(ModelMixin, ConfigMixin):
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Save all experts, and how they take turns."""
-        for name, expert in self.experts.items():
+        for name in self.config.names:
+            expert: Any = self.experts[name]
             expert.save_pretrained(Path(save_directory) / name, **kwargs)
-        self.save_config(save_directory)
+        ConfigMixin.save_config(self, save_directory)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Experts:
         """Load all experts from a folder."""
         folder = Path(pretrained_model_name_or_path) / kwargs.pop("subfolder", "")
         config = json.loads((folder / cls.config_name).read_bytes())
-        load = UNetSpatioTemporalConditionModel.from_pretrained
-        experts = {name: load(folder / name, **kwargs) for name in config["names"]}
+        load: Any = UNetSpatioTemporalConditionModel.from_pretrained
+        experts: dict[str, Any] = {name: load(folder / name, **kwargs) for name in config["names"]}
         return cls(experts, config["boundaries"])
 
 
-def different_shapes(experts: Mapping[str, nn.Module]) -> str:
+def different_shapes(experts: Mapping[str, Any]) -> str:
     """In which way the latents that experts take or return differ, in words; "" where they do not."""
     for setting in ("in_channels", "out_channels", "patch_size"):
         values = {name: getattr(expert.config, setting, None) for name, expert in experts.items()}
