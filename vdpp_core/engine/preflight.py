@@ -42,7 +42,7 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
             loop = _loop(stage, number, config)
             shapes.add(made := tuple(loop.latents.shape))
             if len(shapes) > 1:
-                raise ConfigError("model_id", config.source, f"makes latents {made}, and of other rows another shape")
+                raise ConfigError(*config.model_argument, f"makes latents {made}, and of other rows another shape")
             passes = loop.passes.calls * loop.passes.stacked
             if config.layout.cfg > 1 and passes != 2:
                 allowed = f"buys nothing without guidance: {config.pipeline_class} has {passes} pass in a step"
@@ -75,7 +75,7 @@ def _loop(stage: Stage, sample: int, config: RunConfig) -> Loop:
         return stage.loop(sample)
     except Exception as error:  # whatever a pipeline raises at arguments that it does not check
         words = f"{config.pipeline_class} refuses the run: {type(error).__name__}: {in_one_line(str(error))[:300]}"
-        raise ConfigError("model_id", config.source, words) from None
+        raise ConfigError(*config.model_argument, words) from None
 
 
 def check(config: RunConfig, local_ranks: int) -> Execution:
@@ -91,6 +91,9 @@ def check(config: RunConfig, local_ranks: int) -> Execution:
     devices.check_device(config, execution)
     devices.check_memory_options(config, execution)
     devices.check_dtype(config, execution)
+    if config.random_weights and not config.is_svd:
+        allowed = f"{config.model} can only be predicted without its weights: use memory or plan, or leave it out"
+        raise ConfigError("random_weights", True, allowed)
     if config.is_svd:
         checkpoint.check_model(config, execution)
     if config.is_svd or config.rows is not None:
