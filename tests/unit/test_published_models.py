@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from tests.families import folder
 from vdpp_core import Parallel, RunConfig, models
 from vdpp_core.cli.main import main
 from vdpp_core.config import family
@@ -103,6 +104,11 @@ def test_memory_without_weights_hub_or_prompt(capsys):
     assert printed[1].split() == ["parameters", f"{2 * EXPERT / 1e9:.3f}", "GB"]  # 57.271
     peak = float(next(line for line in printed if "peak" in line).split()[1])
     assert 60.5 < peak < 61.5
+
+
+def test_no_other_pipeline_needs_a_prompt_to_be_predicted(capsys):
+    printed = lines_of(f"memory --model-id {folder('cogvideox')} --device cpu --num-frames 9", capsys)
+    assert "decoding is not predicted for CogVideoXPipeline" in printed[-2]
 
 
 def test_a_prompt_adds_no_more_than_its_embeddings():
