@@ -18,6 +18,7 @@ from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.family import OF_OTHERS, SVD, pipeline_class
+from vdpp_core.config.fields import CONFIGURATIONS
 from vdpp_core.config.run_config import COMMAND_DEFAULTS
 from vdpp_core.engine import preflight
 from vdpp_core.models import checkpoint
@@ -246,10 +247,11 @@ class Plan:
 
 def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
     """What is predicted: on a GPU unless --device says otherwise, with a model whose weights need not be here."""
-    is_svd = pipeline_class(flags.get("model_id"), bool(flags.keys() & set(OF_OTHERS))) == SVD
+    packaged = None if "model_id" in flags else CONFIGURATIONS.get(flags.get("model", ""))
+    is_svd = pipeline_class(packaged or flags.get("model_id"), bool(flags.keys() & set(OF_OTHERS))) == SVD
     if "image" in flags and is_svd:
         raise ConfigError("image", flags["image"], "not in a prediction, which is the same for all images")
-    weights = {"random_weights": True} if is_svd and flags.get("model") != "dummy" else {}
+    weights = {"random_weights": True} if packaged or (is_svd and flags.get("model") != "dummy") else {}
     given = {name: value for name, value in flags.items() if name not in ("random_weights", "decode")}
     if "decode" in flags:
         given = COMMAND_DEFAULTS["generate"] | given
@@ -258,11 +260,15 @@ def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
         execution = resolve(config)
         checkpoint.check_guidance(config, execution)
         checkpoint.check_model(config, execution)
+    else:
+        from vdpp_core.models import pipelines  # takes seconds to import
+
+        config = pipelines.prompted(config)
     arguments.quiet()
     config = preflight.complete(config, ranks)
     if "decode" not in flags:
         return config
-    return config.replace(command="generate", decode=flags["decode"], random_weights=False)
+    return config.replace(command="generate", decode=flags["decode"], random_weights=bool(packaged))
 
 
 def _run_folder(name: str) -> Path:

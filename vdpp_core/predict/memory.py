@@ -339,7 +339,7 @@ def countable(config: RunConfig) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if not config.is_svd:
             words = f"cannot be predicted on {config.layout}: {in_one_line(str(error))[:200]}"
-            raise ConfigError("model_id", config.source, words) from None
+            raise ConfigError(*config.model_argument, words) from None
         if not isinstance(error, RuntimeError):
             raise
         raise ConfigError("latent_shape", config.shape, f"is too large to be counted ({error})") from None
@@ -357,7 +357,7 @@ def alike(config: RunConfig) -> RunConfig:
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
         parallel=lockstep,
-        random_weights=config.is_svd,
+        random_weights=config.is_svd or config.model_id is None,
         latent_shape=config.shape,
         **mode,
         **kept,
