@@ -23,8 +23,8 @@ def progress(run: Run) -> dict[str, Any]:
     ranks: list[dict[str, Any]] = []
     for rank in range(layout.world_size):
         own = [event for event in events if event.rank == rank]
-        replica, stage, _ = layout.place(rank)
-        sample, step = position(own, stages[stage])
+        place = layout.place(rank)
+        sample, step = position(own, stages[place.stage])
         ranks.append(
             {
                 "rank": rank,
@@ -32,7 +32,7 @@ def progress(run: Run) -> dict[str, Any]:
                 "sample": sample,
                 "step": step,
                 "steps_done": sum(isinstance(event, kinds.Step) and event.sample >= 0 for event in own),
-                "steps": len(config.samples(replica, work.latents)) * len(stages[stage]),
+                "steps": len(config.samples_at(place, work.latents)) * len(stages[place.stage]),
             }
         )
     done, total = sum(rank["steps_done"] for rank in ranks), sum(rank["steps"] for rank in ranks)

@@ -73,7 +73,7 @@ class Rehearsal:
         for replica in range(layout.dp):
             own = self.config.samples(replica)
             for member in range(layout.lockstep):
-                if turn < len(own) or self.config.padding(replica):
+                if turn < len(own) or self.config.padding(layout.place(layout.rank(replica, stage, member))):
                     sample = own[turn] + first if turn < len(own) else None
                     ranks[layout.rank(replica, stage, member)] = sample
         for rank, sample in ranks.items():
@@ -116,7 +116,7 @@ class Rehearsal:
                 self.t[rank] = self.awake(rank, self.t[rank], self.save_s)
                 self.write(rank, "sample", sample=sample)
             return
-        replica, _, member = layout.place(rank)
+        replica, _, member, _ = layout.place(rank)
         after = layout.rank(replica, stage + 1, member)
         began, turn = self.t[rank], len(self.taken[rank]) - 1
         room = self.taken[after][turn - IN_FLIGHT] if turn >= IN_FLIGHT else began

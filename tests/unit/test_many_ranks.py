@@ -23,12 +23,18 @@ from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 from vdpp_core.parallel.handoff import Handoff
 from vdpp_core.parallel.process_groups import merged
-from vdpp_core.parallel.world import World
+from vdpp_core.parallel.world import World, shards_of
 from vdpp_core.predict.planner import layouts
 from vdpp_core.predict.trace import Remembering
 
 WORLDS = (7, 8, 16)
 FRAMES = 25  # which none of them divides
+UNEVEN = [
+    Parallel(stage_ranks=(1, 6)),
+    Parallel(stage_ranks=(4, 3)),
+    Parallel(stage_ranks=(2, 4, 2), fsdp=True),
+    Parallel(dp=2, stage_ranks=(1, 3), cfg=2, fsdp=True),
+]
 META = torch.device("meta")
 LOCKSTEP = sorted({(layout.cfg, layout.frames) for world in WORLDS for layout in layouts(world)} - {(1, 1)})
 
@@ -40,8 +46,7 @@ def rank_of(layout: Parallel, rank: int) -> Iterator[World]:
     try:
         mesh = layout.mesh("cpu")
         team = merged(mesh, "pp", "cfg", "frames").get_group()
-        shards = merged(mesh, "dp", "cfg", "frames") if layout.shards > 1 else None
-        place, cpu = layout.place(rank), torch.device("cpu")
+        shards, place, cpu = shards_of(layout, mesh), layout.place(rank), torch.device("cpu")
         yield World(rank, layout.world_size, place, cpu, mesh, mesh.get_group("pp"), team, shards)
     finally:
         dist.destroy_process_group()
@@ -57,32 +62,35 @@ def groups_of(world: World) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("size", WORLDS)
 def test_all_members_of_a_group_agree_on_it(size: int) -> None:
-    for layout in layouts(size):
-        if layout.world_size < size or layout.fsdp != (layout.dp * layout.lockstep > 1):
+    even = [layout for layout in layouts(size) if layout.fsdp == (layout.dp * layout.lockstep > 1)]
+    for layout in [*even, *UNEVEN]:
+        if layout.world_size != size:
             continue
         found: list[dict[str, list[int]]] = []
-        neighbours: list[dict[str, int | None]] = []
+        neighbours: list[dict[str, list[int]]] = []
         for rank in range(size):
             with rank_of(layout, rank) as world:
                 found.append(groups_of(world))
-                handoff = Handoff(world)
-                before, after = (None if one is None else handoff.ranks[one] for one in (handoff.before, handoff.after))
-                neighbours.append({"before": before, "after": after})
+                handoff, stage = Handoff(world, layout), world.place.stage
+                around = {"before": stage - 1, "after": stage + 1}
+                neighbours.append({k: [handoff.ranks[one] for one in handoff.neighbours(v)] for k, v in around.items()})
         for rank, own in enumerate(found):
             place = layout.place(rank)
             for name, ranks in own.items():
                 assert rank in ranks
                 assert all(found[other][name] == ranks for other in ranks), f"{layout}: {name} of {rank}"
             assert {layout.place(other).replica for other in own["team"]} == {place.replica}
-            assert len(own["team"]) == layout.pp * layout.lockstep
+            assert len(own["team"]) == layout.groups * layout.lockstep
             if "shards" in own:
                 assert {layout.place(other).stage for other in own["shards"]} == {place.stage}
-                assert len(own["shards"]) == layout.shards
+                assert len(own["shards"]) == layout.shards_of(place.stage)
             after = neighbours[rank]["after"]
-            assert (after is None) == (place.stage == layout.pp - 1)
-            if after is not None:
-                assert neighbours[after]["before"] == rank
-                assert layout.place(after) == place._replace(stage=place.stage + 1)
+            assert bool(after) == (place.stage < layout.pp - 1)
+            for other in after:
+                assert rank in neighbours[other]["before"]
+                assert layout.place(other)[:3] == place._replace(stage=place.stage + 1)[:3]
+            if layout.stage_ranks is None:
+                assert len(after) <= 1
 
 
 class Noting(Group):

@@ -30,7 +30,7 @@ COMMANDS = {
 }
 MOST_SHOWN = 500  # characters of a message about a command line
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
-_NOT_FLAGS = ("command", "parallel", "rows")
+_NOT_FLAGS = ("command", "parallel", "rows", "experts")
 _AS_TYPED = {  # arguments that are not flags
     "folder": "FOLDER",
     "run": "RUN",
@@ -79,7 +79,7 @@ else:  # holds only the flags that were given
             axis: Annotated[str, shown("N", f"{Parallel.model_fields[axis].description}{_REST.get(axis, '')}")]
             for axis in AXIS_NAMES
         }
-        | {"fsdp": Annotated[bool, shown(None, Parallel.model_fields["fsdp"].description)]}
+        | {name: _flag(name, Parallel.model_fields[name]) for name in ("fsdp", "stage_ranks")}
         | {"json": Annotated[bool, shown(None, "print the result as JSON")]},
         total=False,
     )
@@ -231,9 +231,10 @@ def run_config(flags: dict[str, Any], ranks: int, counted_by: str, counted: bool
     axes = {axis: flags[axis] for axis in AXIS_NAMES if axis in flags}
     layout = None
     try:
-        if axes or flags.get("fsdp"):
-            layout = Parallel(**axes, fsdp=flags.get("fsdp", False))
-            rest = "dp" if layout.fsdp else "pp"
+        stage_ranks = flags.get("stage_ranks")
+        if axes or flags.get("fsdp") or stage_ranks is not None:
+            layout = Parallel(**axes, fsdp=flags.get("fsdp", False), stage_ranks=stage_ranks)
+            rest = "dp" if layout.fsdp or stage_ranks is not None else "pp"
             if rest not in axes:
                 layout = Parallel(**(layout.model_dump() | {rest: max(1, ranks // layout.world_size)}))
         return without_layout(flags).replace(parallel=layout).for_ranks(ranks)

@@ -39,9 +39,11 @@ def _assignment(config: RunConfig) -> list[str]:
     lines = []
     layout = config.layout
     for rank in range(layout.world_size):
-        replica, stage, member = layout.place(rank)
+        replica, stage, member, copy = layout.place(rank)
         steps, last = config.steps_of(rank), config.total_steps - 1
-        goal = f"to rank {layout.rank(replica, stage + 1, member)}" if stage + 1 < layout.pp else "final result"
+        partners = layout.partners(stage, copy, stage + 1)
+        others = ", ".join(str(layout.rank(replica, stage + 1, member, other)) for other in partners)
+        goal = f"to rank{'s' * (len(partners) > 1)} {others}" if partners else "final result"
         countdown = ", ".join(str(last - step) for step in steps)
         lines.append(f"rank {rank}, replica {replica}: steps {steps[0]}–{steps[-1]} ({countdown} to go) → {goal}")
     return lines

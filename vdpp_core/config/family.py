@@ -10,6 +10,7 @@ from typing import Any
 SVD = "StableVideoDiffusionPipeline"
 OF_OTHERS = ("prompt", "negative_prompt", "call")  # arguments of a run that Stable Video Diffusion does not take
 INDEX = "model_index.json"
+UNET = "unet/config.json"
 
 
 def pipeline_class(model_id: str | None, of_others: bool) -> str:
@@ -28,7 +29,14 @@ def pipeline_class(model_id: str | None, of_others: bool) -> str:
 
 def index(model_id: str) -> dict[str, Any]:
     """The index of a folder or of a model on the hub; empty where there is none or the hub cannot be reached."""
-    return _read(Path(model_id).expanduser() / INDEX) or _from_hub(model_id)
+    return _read(Path(model_id).expanduser() / INDEX) or _from_hub(model_id, INDEX)
+
+
+def experts(model_id: str) -> list[str]:
+    """Names of the UNets that take turns in a Stable Video Diffusion; none where it has a plain one."""
+    found = _read(Path(model_id).expanduser() / UNET) or _from_hub(model_id, UNET)
+    names = found.get("names")
+    return list(map(str, names)) if isinstance(names, list) else []
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -40,17 +48,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _from_hub(model_id: str) -> dict[str, Any]:
-    """The index of a model on the hub; downloaded, if it is not in the cache. The hub is asked once in a process."""
+def _from_hub(model_id: str, name: str) -> dict[str, Any]:
+    """Settings of a model on the hub; downloaded, if they are not in the cache. The hub is asked once in a process."""
     import huggingface_hub as hub
     from huggingface_hub import errors
 
     # a malformed name; the last depends on the HTTP library of the hub client
     unreachable: tuple[type[BaseException], ...] = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
     try:
-        if isinstance(cached := hub.try_to_load_from_cache(model_id, INDEX), str):
+        if isinstance(cached := hub.try_to_load_from_cache(model_id, name), str):
             return _read(Path(cached))
-        hub.get_hf_file_metadata(hub.hf_hub_url(model_id, INDEX), timeout=10)  # fails at once, without another try
-        return _read(Path(hub.hf_hub_download(model_id, INDEX)))
+        hub.get_hf_file_metadata(hub.hf_hub_url(model_id, name), timeout=10)  # fails at once, without another try
+        return _read(Path(hub.hf_hub_download(model_id, name)))
     except unreachable:
         return {}

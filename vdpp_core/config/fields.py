@@ -21,6 +21,7 @@ PIXELS_PER_LATENT = 8  # SVD's VAE halves height and width three times
 MODELS = {  # folder or hub name; None for models without files
     "dummy": None,
     "tiny": str(ASSETS / "pipeline"),
+    "experts": str(ASSETS / "experts"),
     "medium": None,
     "svd": "stabilityai/stable-video-diffusion-img2vid-xt",
     "wan22": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
@@ -35,10 +36,11 @@ class Model(Frozen):
     """What is done, and with which model."""
 
     command: Literal["simulate", "benchmark", "generate"] = "benchmark"
-    model: Literal["dummy", "tiny", "medium", "svd", "wan22"] = Field(
+    model: Literal["dummy", "tiny", "experts", "medium", "svd", "wan22"] = Field(
         default="tiny",
-        description="dummy (checks the logic), tiny (a small SVD in the package), medium (137 M random parameters), "
-        "svd (the published one), wan22 (Wan 2.2 A14B, which has two transformers of 14 billion parameters)",
+        description="dummy (checks the logic), tiny (a small SVD in the package), experts (the same with two UNets "
+        "that take turns), medium (137 M random parameters), svd (the published one), wan22 (Wan 2.2 A14B, two "
+        "transformers of 14 billion parameters that take turns)",
     )
     model_id: str | None = Field(
         default=None, min_length=1, description="folder or hub name of any diffusers video pipeline"
@@ -170,8 +172,16 @@ class Execution(Frozen):
     """What the run executes on, and how it is split."""
 
     parallel: Parallel | None = Field(default=None, description="layout; default: every rank a stage")
+    split: Literal["boundary", "even", "weights"] | None = Field(
+        default=None,
+        description="how stages share the steps: at the boundary between a model's experts (the default where it has "
+        "some), in proportion to their ranks, or also to --stage-weights",
+    )
     stage_weights: tuple[float, ...] | None = Field(
         default=None, description="relative speed of the stages' ranks; steps are split in proportion"
+    )
+    experts: tuple[tuple[str, int], ...] | None = Field(
+        default=None, description="a model's experts, in order, and the number of steps that each of them serves"
     )
     device: str = Field(default="auto", description="auto, cpu, cuda, mps; cuda:N for one rank")
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = Field(default="auto", description="auto: fp16 on CUDA, else fp32")
@@ -202,6 +212,16 @@ class Memory(Frozen):
         default=False, description="all ranks of a shard group compute the same sample, as in the user's documents"
     )
     fsdp_cpu_offload: bool = Field(default=False, description="keep the shards in host memory (CUDA)")
+    swap: Literal["host", "disk"] | None = Field(
+        default=None,
+        description="hold one expert at a time and load it when its steps begin: from host memory (CUDA) or from disk",
+    )
+    swap_batch: int = Field(
+        default=1, ge=1, le=100_000, description="samples that a rank takes through an expert before the next is loaded"
+    )
+    swap_gb_per_s: float | None = Field(
+        default=None, gt=0, le=1e6, description="simulate a slower disk: 1e9 bytes per second of an expert's parameters"
+    )
     memory_limit_gib: float | None = Field(
         default=None, gt=0, le=100_000, description="simulate a smaller device: what a rank may use for model and run"
     )

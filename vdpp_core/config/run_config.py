@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,16 @@ from pydantic import model_validator
 from vdpp_core.config import family, fields, manifest
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.config.layout import Parallel
-from vdpp_core.config.steps import split
+from vdpp_core.config.layout import Parallel, Place
+from vdpp_core.config.steps import split, split_at
 
-LATENT_SIZES = {"dummy": (8, 32, 32), "tiny": (14, 8, 8), "medium": (4, 16, 16), "svd": (14, 72, 128)}  # F H W
+LATENT_SIZES = {
+    "dummy": (8, 32, 32),
+    "tiny": (14, 8, 8),
+    "experts": (14, 8, 8),
+    "medium": (4, 16, 16),
+    "svd": (14, 72, 128),
+}  # F H W
 COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
     "simulate": {"model": "dummy", "device": "cpu", "dtype": "fp32"},
     "benchmark": {"warmup_samples": 1},
@@ -101,9 +108,35 @@ class RunConfig(
         for name in ("fsdp_same_sample", "fsdp_cpu_offload"):
             if getattr(self, name) and not parallel.fsdp:
                 raise ConfigError(name, True, "only with fsdp")
+        if self.fsdp_same_sample and parallel.stage_ranks is not None:
+            raise ConfigError("fsdp_same_sample", True, "not with stage_ranks, whose copies take samples in turn")
         weights = self.stage_weights
         if weights is not None and (len(weights) != parallel.pp or min(weights) <= 0):
             raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
+        if self.split is not None and (weights is None) == (self.split == "weights"):
+            allowed = "with stage_weights, and only with them, the split is weights"
+            raise ConfigError("split", self.split, allowed)
+        if self.swap is not None and (parallel.pp > 1 or parallel.fsdp):
+            allowed = "only for ranks that run all steps with whole parameters: not with pp or fsdp"
+            raise ConfigError("swap", self.swap, allowed)
+        for name in ("swap_batch", "swap_gb_per_s"):
+            if self.swap is None and getattr(self, name) != RunConfig.model_fields[name].default:
+                raise ConfigError(name, getattr(self, name), "only with swap")
+        if self.experts is not None:
+            self._check_experts(parallel, self.experts)
+
+    def _check_experts(self, parallel: Parallel, experts: Sequence[tuple[str, int]]) -> None:
+        if sum(count for _, count in experts) != self.total_steps:
+            raise ConfigError("experts", experts, f"must serve total_steps, {self.total_steps}, in sum")
+        steps = " and ".join(f"{count} of {name}" for name, count in experts)
+        if self.split == "boundary" and len(experts) == 1:
+            allowed = f"the boundary leaves a stage without steps: all are {steps}"
+            raise ConfigError("split", self.split, allowed)
+        if self.split == "boundary" and parallel.pp < len(experts):
+            allowed = f"needs at least {len(experts)} stages (pp), for {steps}"
+            raise ConfigError("split", self.split, allowed)
+        if self.swap is not None and len(experts) == 1:
+            raise ConfigError("swap", self.swap, f"only for a model with several experts: all steps are {steps}")
 
     def _check_lockstep(self, parallel: Parallel) -> None:
         if parallel.cfg > 1 and self.guidance_scale <= 1:
@@ -128,13 +161,16 @@ class RunConfig(
         if parallel.world_size != ranks:
             sizes = parallel.sizes
             axis = next((axis for axis in reversed(AXIS_NAMES) if sizes[axis] > 1), "pp")
+            if parallel.stage_ranks is not None:
+                allowed = f"{parallel} needs {parallel.world_size} ranks, not {ranks}"
+                raise ConfigError("stage_ranks", parallel.stage_ranks, allowed)
             allowed = f"{' × '.join(sizes)} = {' × '.join(map(str, sizes.values()))} must be the ranks, {ranks}"
             raise ConfigError(axis, sizes[axis], allowed)
         return self.replace(parallel=parallel)
 
     def replace(self, **changes: Any) -> RunConfig:
         """Copy the configuration with other values and validate it. `latent_shape` replaces the size in pixels and vice
-        versa; `manifest` replaces rows and number of samples.
+        versa; `manifest` replaces rows and number of samples; what experts serve is forgotten with other steps.
 
         Raises:
             ConfigError: as the constructor.
@@ -145,6 +181,8 @@ class RunConfig(
             data.pop("latent_shape", None)
         if "latent_shape" in changes and self.is_svd:
             data = {name: value for name, value in data.items() if name not in in_pixels}
+        if {"total_steps", "model", "model_id"} & set(changes):
+            data.pop("experts", None)
         if "manifest" in changes:
             data = {name: value for name, value in data.items() if name not in ("rows", "num_samples")}
         return RunConfig(**(data | changes))
@@ -187,6 +225,12 @@ class RunConfig(
     def is_svd(self) -> bool:
         """Whether the model is a Stable Video Diffusion."""
         return self.pipeline_class == family.SVD
+
+    @property
+    def svd_experts(self) -> list[str]:
+        """Names of the UNets that take turns in the run's Stable Video Diffusion; none where it has one."""
+        packaged = self.model_id is None and self.model != "experts"
+        return [] if packaged or self.source is None else family.experts(self.source)
 
     @property
     def layout(self) -> Parallel:
@@ -233,8 +277,34 @@ class RunConfig(
         return not self.random_weights and (given or any({"image", "prompt"} & row.keys() for row in self.rows or ()))
 
     def stages(self) -> list[range]:
-        """List the steps of each stage."""
-        return split(self.total_steps, self.layout.pp, self.stage_weights)
+        """List the steps of each stage: within an expert's, unless the split is another one; in proportion to the
+        ranks of the stages and their speeds."""
+        layout, experts, speeds = self.layout, self.experts or (), self.stage_weights
+        if layout.stage_ranks is not None:
+            speeds = tuple(
+                count * speed for count, speed in zip(layout.copies, speeds or (1.0,) * layout.pp, strict=True)
+            )
+        if self.split in (None, "boundary") and self.stage_weights is None and 1 < len(experts) <= layout.pp:
+            return split_at([steps for _, steps in experts], layout.pp, speeds)
+        return split(self.total_steps, layout.pp, speeds)
+
+    def segments(self, steps: range) -> list[tuple[str | None, range]]:
+        """Cut consecutive steps into those of one expert each; one piece for a model without experts.
+
+        Returns:
+            (name of the expert or None, its steps).
+        """
+        if self.experts is None:
+            return [(None, steps)]
+        ends = list(itertools.accumulate(count for _, count in self.experts))
+        spans = [range(end - count, end) for end, (_, count) in zip(ends, self.experts, strict=True)]
+        cut = [range(max(steps.start, own.start), min(steps.stop, own.stop)) for own in spans]
+        return [(name, own) for (name, _), own in zip(self.experts, cut, strict=True) if own]
+
+    def experts_of(self, stage: int) -> tuple[str, ...] | None:
+        """Names of the experts that a stage needs; None where the model has none."""
+        names = [name for name, _ in self.segments(self.stages()[stage])]
+        return None if self.experts is None else tuple(dict.fromkeys(name for name in names if name is not None))
 
     def steps_of(self, rank: int) -> range:
         """The steps of a rank's stage."""
@@ -247,9 +317,14 @@ class RunConfig(
             return of if replica == 0 else of[:0]
         return of[replica :: self.layout.dp]
 
-    def padding(self, replica: int, of: Sequence[int] | None = None) -> int:
-        """Number of extra samples a replica computes only because its shard group needs it; they are dropped."""
-        return len(self.samples(0, of)) - len(self.samples(replica, of)) if self.layout.fsdp else 0
+    def samples_at(self, place: Place, of: Sequence[int] | None = None) -> Sequence[int]:
+        """List the samples of a rank, out of these or all: those of its replica, shared by the copies of its stage."""
+        return self.samples(place.replica, of)[place.copy :: self.layout.copies[place.stage]]
+
+    def padding(self, place: Place, of: Sequence[int] | None = None) -> int:
+        """Number of extra samples a rank computes only because its shard group needs it; they are dropped."""
+        most = self.samples_at(place._replace(replica=0, copy=0), of)
+        return len(most) - len(self.samples_at(place, of)) if self.layout.fsdp else 0
 
     @property
     def sequential(self) -> bool:

@@ -30,6 +30,35 @@ def split(total_steps: int, stages: int, weights: Sequence[float] | None = None,
     return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
+def split_at(segments: Sequence[int], stages: int, weights: Sequence[float] | None = None) -> list[range]:
+    """Cut steps into stages none of which holds steps of two segments, so that the slowest one is as short as possible.
+
+    Args:
+        segments: number of steps of each, in order, such as those of a model's experts.
+        weights: as of `split`.
+
+    Raises:
+        ValueError: fewer stages than segments, or what `split` refuses.
+    """
+    if stages < len(segments):
+        raise ValueError(f"stages {stages}: must be at least the number of segments, {len(segments)}")
+    speeds = [1.0] * stages if weights is None else [float(weight) for weight in weights]
+    best: list[int] = []
+    slowest = float("inf")
+    for cuts in itertools.combinations(range(1, stages), len(segments) - 1):
+        shares = [speeds[begin:end] for begin, end in itertools.pairwise((0, *cuts, stages))]
+        if any(len(share) > steps for share, steps in zip(shares, segments, strict=True)):
+            continue
+        pieces = (_in_proportion(steps, len(share), share, 0.0) for share, steps in zip(shares, segments, strict=True))
+        sizes = list(itertools.chain.from_iterable(pieces))
+        if (longest := max(size / speed for size, speed in zip(sizes, speeds, strict=True))) < slowest:
+            best, slowest = sizes, longest
+    if not best:
+        raise ValueError(f"stages {stages}: must be at most the number of steps, {sum(segments)}")
+    bounds = [0, *itertools.accumulate(best)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]
+
+
 def _in_proportion(total_steps: int, stages: int, speeds: Sequence[float], last_busy: float) -> list[int]:
     if len(speeds) != stages:
         raise ValueError(f"weights {speeds}: must have one number per stage, {stages} of them")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from vdpp_core.config.layout import Parallel
 from vdpp_core.models.message import Message, Packing
 from vdpp_core.models.stage import Stage
 from vdpp_core.parallel.handoff import Handoff
@@ -33,11 +34,17 @@ class Exchange:
     """
 
     def __init__(
-        self, world: World, stage: Stage, steps: range, form_of: Callable[[int], Hashable], with_encodings: bool
+        self,
+        world: World,
+        layout: Parallel,
+        stage: Stage,
+        steps: range,
+        form_of: Callable[[int], Hashable],
+        with_encodings: bool,
     ) -> None:
         self.stage, self.steps, self.form_of, self.with_encodings = stage, steps, form_of, with_encodings
         self.forms: dict[Hashable, Form] = {}
-        self.handoff = Handoff(world)
+        self.handoff = Handoff(world, layout)
 
     def learn(self, prediction: Any) -> Tensor:
         """Rehearse a sample of each form, and get to know the neighbours.
@@ -64,19 +71,19 @@ class Exchange:
         """What the stage might be given for a sample."""
         return self.forms[self.form_of(sample)].given
 
-    def expect(self, sample: int) -> None:
-        """Post the receive of a sample's message."""
-        self.handoff.expect(self.forms[self.form_of(sample)].incoming.size)
+    def expect(self, sample: int, turn: int) -> None:
+        """Post the receive of a sample's message. `turn` as of `Handoff.expect`."""
+        self.handoff.expect(self.forms[self.form_of(sample)].incoming.size, turn)
 
     def take(self, sample: int) -> tuple[Message, float]:
         """Wait for the expected message; return it, and the seconds waited."""
         buffer, waited = self.handoff.take()
         return self.forms[self.form_of(sample)].incoming.unpack(buffer), waited
 
-    def pass_on(self, sample: int, made: Message) -> tuple[int, float]:
+    def pass_on(self, sample: int, turn: int, made: Message) -> tuple[int, float]:
         """Send a message without waiting, unless the next stage is too far behind; return bytes and seconds waited."""
         buffer = self.forms[self.form_of(sample)].outgoing.pack(self._whole(sample, made))
-        return buffer.nbytes, self.handoff.pass_on(buffer)
+        return buffer.nbytes, self.handoff.pass_on(buffer, turn)
 
     def close(self) -> None:
         """Wait until everything that was sent has arrived."""

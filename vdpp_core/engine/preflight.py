@@ -21,28 +21,34 @@ if TYPE_CHECKING:
 
 
 def complete(config: RunConfig, ranks: int) -> RunConfig:
-    """Fix what a run's configuration leaves open: the layout, and of other pipelines than SVD the latents' shape.
+    """Fix what a run's configuration leaves open: the layout, which experts serve which steps, and of other pipelines
+    than SVD the latents' shape.
 
     Raises:
         ConfigError: the layout needs another number of ranks, or the pipeline refuses the run.
     """
     config = config.for_ranks(ranks)
-    if config.is_svd:
-        return config
-    _check_samples(config, resolve(config))
+    if config.is_svd and not config.svd_experts:
+        return _without_experts(config)
+    if not config.is_svd:
+        _check_samples(config, resolve(config))
     from vdpp_core import models
+    from vdpp_core.models import experts
     from vdpp_core.models.message import Message, Packing
     from vdpp_core.models.stage import NoClock, Stage  # takes seconds to import
 
     denoisers = models.denoisers_on_meta(config, torch.float32)
+    if odd := experts.different_shapes(denoisers):
+        raise ConfigError(*config.model_argument, odd)
     stage = Stage.around(config, denoisers, torch.device("cpu"), torch.float32, NoClock())
-    shapes = set[tuple[int, ...]]()
+    shapes, served = set[tuple[int, ...]](), set[tuple[tuple[str, int], ...] | None]()
     for number in _different(config):
         with _sample(config, number):
             loop = _loop(stage, number, config)
             shapes.add(made := tuple(loop.latents.shape))
             if len(shapes) > 1:
                 raise ConfigError(*config.model_argument, f"makes latents {made}, and of other rows another shape")
+            served.add(loop.experts if len(denoisers) > 1 else None)
             passes = loop.passes.calls * loop.passes.stacked
             if config.layout.cfg > 1 and passes != 2:
                 allowed = f"buys nothing without guidance: {config.pipeline_class} has {passes} pass in a step"
@@ -52,10 +58,22 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
             Packing(Message(loop.latents, stage.solver.memory()), stage.solver.name)
         except TypeError as error:
             raise ConfigError("pp", config.layout.pp, str(error)) from None
+    found = served.pop() if len(served) == 1 else None
+    config = _without_experts(config) if found is None else config.replace(experts=found)
+    if config.is_svd:
+        return config
     sequence.check(denoisers, loop.calls, config.layout.frames)
     if config.latent_shape not in (None, made):
         raise ConfigError("latent_shape", config.latent_shape, f"leave it out: {config.pipeline_class} makes {made}")
     return config.replace(latent_shape=made)
+
+
+def _without_experts(config: RunConfig) -> RunConfig:
+    """Check that a run of a model with one denoiser asks for nothing that only experts have."""
+    for name in ("swap", "split"):
+        if (value := getattr(config, name)) in ("host", "disk", "boundary"):
+            raise ConfigError(name, value, "only for a model with experts, such as Wan 2.2 A14B: this has one denoiser")
+    return config
 
 
 def _different(config: RunConfig) -> Iterable[int]:
@@ -96,6 +114,8 @@ def check(config: RunConfig, local_ranks: int) -> Execution:
         raise ConfigError("random_weights", True, allowed)
     if config.is_svd:
         checkpoint.check_model(config, execution)
+    else:
+        checkpoint.check_denoisers(config, execution.dtype)
     if config.is_svd or config.rows is not None:
         _check_samples(config, execution)
     return execution

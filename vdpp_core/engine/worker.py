@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from vdpp_core.engine.exchange import Exchange
 from vdpp_core.engine.measure import MemoryMeter, Stopwatch
 from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
+from vdpp_core.engine.swapping import Swap
 from vdpp_core.models import pipelines, stand_ins
 from vdpp_core.models.message import Message
 from vdpp_core.models.stage import Passes, Stage
@@ -42,6 +43,14 @@ if TYPE_CHECKING:
     from vdpp_core.engine import videos
 
 Sink = Callable[[int, Tensor], None]
+
+
+class Visit(NamedTuple):
+    """Some steps of a sample on a rank; `turn` is the sample's number among those of the replica."""
+
+    turn: int
+    sample: int
+    steps: range
 
 
 def run(config: RunConfig, predict_times: results.PredictTimes | None = None) -> Path:
@@ -113,14 +122,15 @@ class _Rank:
         config, world, self.todo = self.run.config, self.world, self.run.work
         self.config, self.dtype = config, self.execution.dtype
         self.steps = config.steps_of(world.rank)
-        self.samples = config.samples(world.place.replica, self.todo.latents)
-        self.padding = config.padding(world.place.replica, self.todo.latents)
+        self.samples = config.samples(world.place.replica, self.todo.latents)  # its replica's
+        self.padding = config.padding(world.place, self.todo.latents)
         self.busy = bool(self.samples or self.padding)
         self.ahead = config.rows is not None  # each row is encoded when its turn comes
         self.first, self.last = self.steps[0] == 0, self.steps[-1] == config.total_steps - 1
         self.stopwatch, self.meter = Stopwatch(world.device), MemoryMeter(world.device)
         self.phase = "loading"
         self.denoisers = nn.ModuleDict()
+        self.swap: Swap | None = None  # where not all denoisers fit at once
         self.encoders: stand_ins.Recorder | None = None  # while rows may have to be encoded
         self.finished: dict[int, Tensor] = {}
         self.maker: videos.Maker | None = None  # of videos, while samples are denoised
@@ -175,7 +185,7 @@ class _Rank:
         self.log.write("clock", **around)
         self.phase = "running"
         if self.busy:
-            self._denoise([*self.samples, *[None] * self.padding], self._finish)
+            self._denoise(self.samples, self.padding, self._finish)
         facts: dict[str, Any] = {"memory": self.meter.peak(), **self.surroundings.so_far()}
         if self.config.command == "generate":
             self.phase = "decoding"
@@ -184,29 +194,42 @@ class _Rank:
         self.log.write("done", **facts)
 
     def _load(self) -> None:
-        """Load the UNet and encode; the encoders are freed when this returns, unless rows are encoded later."""
+        """Load the denoisers of this stage's steps, and encode; the encoders are freed when this returns, unless rows
+        are encoded later."""
         config, world = self.config, self.world
-        if world.shards is None:
-            self.denoisers = nn.ModuleDict(models.load_denoisers(config, world.device, self.dtype))
-        else:
-            self.denoisers = fsdp.structure(config, world.shards, self.dtype)
+        names, given = config.experts_of(world.place.stage), (world.device, self.dtype)
+        if world.shards is not None:
+            self.denoisers = fsdp.structure(config, world.shards, self.dtype, names)
             self.meter.set_baseline()  # some 15 MB of Python objects of FSDP are no memory of the model
-            fsdp.materialise(self.denoisers, config, world.shards, world.device, self.dtype)
-        self.stage = Stage.around(config, dict(self.denoisers), world.device, self.dtype, self.stopwatch)
+            fsdp.materialise(self.denoisers, config, world.shards, *given)
+        elif config.swap is None:
+            self.denoisers = nn.ModuleDict(models.load_denoisers(config, *given, names))
+        self.stage = Stage.around(config, dict(self.denoisers), *given, self.stopwatch)
         self._encode()
-        self._split_steps()
+        self.passes = Passes(1, 1)
+        if config.layout.cfg > 1 or config.sequential:
+            self.passes = self.stage.loop(self.example).passes
+        for denoiser in self.denoisers.values():
+            self._split_steps(denoiser)
+        if config.swap is not None:
+            self.swap = Swap(config, self.stage, *given, self.log, self._split_steps)
+            self._use_expert(self.steps)
         self.log.write("loaded")
 
-    def _split_steps(self) -> None:
-        """Split the denoisers' forward passes over the lockstep group, and the guidance as the pipeline does it."""
-        config, passes = self.config, Passes(1, 1)
-        if config.layout.cfg > 1 or config.sequential:
-            passes = self.stage.loop(self.example).passes
-        for denoiser in self.denoisers.values():
-            if config.layout.lockstep > 1:
-                parallelize(denoiser, self.world.mesh, calls_per_step=passes.calls)
-            if config.sequential and passes.stacked == 2:
-                guidance.one_after_the_other(denoiser)
+    def _split_steps(self, denoiser: nn.Module) -> None:
+        """Split a denoiser's forward pass over the lockstep group, and the guidance as the pipeline does it."""
+        if self.config.layout.lockstep > 1:
+            parallelize(denoiser, self.world.mesh, calls_per_step=self.passes.calls)
+        if self.config.sequential and self.passes.stacked == 2:
+            guidance.one_after_the_other(denoiser)
+
+    def _use_expert(self, steps: range) -> None:
+        """Have the expert of the first of these steps on the device, where experts are swapped."""
+        if self.swap is not None:
+            (name, _), *_ = self.config.segments(steps)
+            assert name is not None
+            self.swap.use(name)
+            self.denoisers = nn.ModuleDict(self.swap.resident)
 
     def _encode(self) -> None:
         """Encode the replica's samples on its first rank, and send what the encoders returned to the others.
@@ -260,12 +283,18 @@ class _Rank:
         self.stage.make_room(sample)
         with self.stage.seeing(predictions):
             once(self.stage.denoise(sample, range(0), None))
-        self.exchange = Exchange(self.world, self.stage, self.steps, self._form_of, with_encodings=self.ahead)
+        layout = self.config.layout
+        self.exchange = Exchange(self.world, layout, self.stage, self.steps, self._form_of, with_encodings=self.ahead)
         self.made = self.exchange.learn(predictions[0])
         before = self._sent()
         once(self.exchange.example(sample))
         self.log.write("warm", seconds=seconds[-1], sent_bytes=self._sent() - before)
-        self._denoise(range(-self.config.warmup_samples, 0), lambda *_: None)
+        warm_ups = range(-self.config.warmup_samples, 0)
+        own, most = (
+            len(warm_ups[copy :: layout.copies[self.world.place.stage]]) for copy in (self.world.place.copy, 0)
+        )
+        self._denoise(warm_ups, most - own if layout.fsdp else 0, lambda *_: None)
+        self._use_expert(self.steps)
 
     def _sent(self) -> int:
         return sum(sum(sent(denoiser).values()) for denoiser in self.denoisers.values())
@@ -301,7 +330,7 @@ class _Rank:
             fsdp.release(self.denoisers)
             self.denoisers = nn.ModuleDict()
             recording = self.stage.recording
-            del self.stage, self.exchange
+            del self.stage, self.exchange, self.swap
             self.encoders = None
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -323,15 +352,15 @@ class _Rank:
     def _share_of_latents(self) -> dict[int, Tensor]:
         """Sample -> latents, (B, F, 4, H, W), of every n-th sample of the replica, n being its number of ranks.
 
-        They come from member 0 of the replica's last stage, the only rank that kept them.
+        They come from member 0 of the replica's last stage, of the copy that had the sample: only it kept them.
         """
         layout, own, share = self.config.layout, self._to_decode(), {}
-        for sample in self.samples:
+        for turn, sample in enumerate(self.samples):
             latents = self.finished.pop(sample, None)
             if latents is None:
                 latents = torch.empty_like(self.made, device=self.world.device)
             latents = latents.contiguous()
-            self.world.share(latents, source=layout.rank(0, layout.pp - 1))
+            self.world.share(latents, source=layout.rank(0, layout.pp - 1, copy=turn))
             if sample in own:
                 share[sample] = latents
         return share
@@ -343,36 +372,52 @@ class _Rank:
             return ()
         return self.samples[dist.get_rank(team) :: dist.get_world_size(team)]
 
-    def _denoise(self, samples: Sequence[int | None], sink: Sink) -> None:
-        """Denoise samples one after another, posting the receive of the next before computing the current one.
+    def _denoise(self, samples: Sequence[int], padding: int, sink: Sink) -> None:
+        """Denoise this rank's share of a replica's samples one after another, posting the receive of the next before
+        computing the current one.
 
-        None is padding: a sample computed and handed on only because the shard group's other ranks need this rank's
-        parameters, and then dropped.
+        Then padding: the example once more, because the shard group's other ranks need this rank's parameters.
         """
-        computed = [sample if sample is not None and sample >= 0 else self.example for sample in samples]
-        if samples and not self.first:
-            self.exchange.expect(computed[0])
-        bar = self._progress_bar(samples)
-        for position, sample in enumerate(samples):
-            own, given, waited = computed[position], None, 0.0
+        visits, bar = self._visits(samples), self._progress_bar(samples)
+        computed = [sample if sample >= 0 else self.example for _, sample, _ in visits]
+        unfinished: dict[int, Message] = {}  # samples that wait for the next expert
+        if visits and not self.first:
+            self.exchange.expect(computed[0], visits[0].turn)
+        for position, (turn, sample, steps) in enumerate(visits):
+            own, given, waited = computed[position], unfinished.pop(sample, None), 0.0
             if not self.first:
                 given, waited = self.exchange.take(own)
-                if position + 1 < len(samples):
-                    self.exchange.expect(computed[position + 1])
-            if sample is not None:
-                self.log.write("take", sample, seconds=waited)
+                if position + 1 < len(visits):
+                    self.exchange.expect(computed[position + 1], visits[position + 1].turn)
+            self._use_expert(steps)
+            self.log.write("take", sample, seconds=waited)
             self._prepare(own, given)
-            made = self.stage.denoise(own, self.steps, given, partial(self._report, sample, bar))
+            made = self.stage.denoise(own, steps, given, partial(self._report, sample, bar))
+            if steps.stop < self.steps.stop:
+                unfinished[sample] = made
+                continue
             if not self.last:
-                size, waited = self.exchange.pass_on(own, made)
-                if sample is not None:
-                    self.log.write("send", sample, seconds=waited, size=size)
-            elif sample is not None:
+                size, waited = self.exchange.pass_on(own, turn, made)
+                self.log.write("send", sample, seconds=waited, size=size)
+            else:
                 sink(sample, made.latents)
             if self.ahead and own not in self.kept:
                 del self.stage.recording[own]
+        for _ in range(padding):
+            given = None if self.first else self.exchange.example(self.example)
+            self.stage.denoise(self.example, self.steps, given, partial(self._report, None, bar))
         self.exchange.close()
         bar.close()
+
+    def _visits(self, samples: Sequence[int]) -> list[Visit]:
+        """What this rank does of a replica's samples, in order: all its steps of one after the other; where experts are
+        swapped, as many samples as the run says with one of them, then the same ones with the next."""
+        config, place = self.config, self.world.place
+        own = [*enumerate(samples)][place.copy :: config.layout.copies[place.stage]]
+        if self.swap is None:
+            return [Visit(turn, sample, self.steps) for turn, sample in own]
+        batches = [own[begin : begin + config.swap_batch] for begin in range(0, len(own), config.swap_batch)]
+        return [Visit(*each, steps) for batch in batches for _, steps in config.segments(self.steps) for each in batch]
 
     def _prepare(self, sample: int, given: Message | None) -> None:
         """Learn what a row's encoders return: on the first stage from them, while later stages denoise the rows before;
@@ -393,9 +438,10 @@ class _Rank:
             self.log.write("step", sample, step, seconds=seconds)
             bar.update()
 
-    def _progress_bar(self, samples: Sequence[int | None]) -> tqdm:
+    def _progress_bar(self, samples: Sequence[int]) -> tqdm:
         """Shown on a terminal, by the last stage of the first replica, except in the warm-up."""
         warming_up = list(samples[:1]) != list(self.samples[:1])
-        shown = not warming_up and self.last and self.world.place.replica == 0 and self.world.speaks
-        total = len(samples) * len(self.steps)
+        place, copies = self.world.place, self.config.layout.copies[self.world.place.stage]
+        shown = not warming_up and self.last and (place.replica, place.copy) == (0, 0) and self.world.speaks
+        total = len(samples[place.copy :: copies]) * len(self.steps)
         return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

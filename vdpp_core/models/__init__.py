@@ -6,6 +6,7 @@ returns a tuple with the prediction (B, F, 4, H, W). Nothing here knows about ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,53 +17,62 @@ from vdpp_core.models import attention, shortcuts, weights
 from vdpp_core.models.dummy import DummyUNet
 
 
-def load(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """Load a run's whole UNet onto `device`, or make it with random weights."""
+def denoisers(config: RunConfig) -> tuple[str, ...]:
+    """Names of a run's denoisers: components of its pipeline, or component/expert where a component is `Experts`."""
+    if config.model == "dummy":
+        return ("unet",)
+    from vdpp_core.models import pipelines, svd  # takes seconds, which the dummy need not spend
+
+    if config.is_svd:
+        return svd.denoisers(config)
+    return tuple(name for name in pipelines.DENOISERS if name in pipelines.parts(config))
+
+
+def load(config: RunConfig, device: torch.device, dtype: torch.dtype, name: str = "unet") -> Any:
+    """Load one of a run's denoisers whole onto `device`, or make it with random weights."""
     if config.model == "dummy" or config.random_weights:
-        unet = on_meta(config, dtype).to_empty(device=device)
-        weights.fill(unet, weights.random(on_meta(config, dtype), device))
+        unet = on_meta(config, dtype, name).to_empty(device=device)
+        weights.fill(unet, weights.random(on_meta(config, dtype, name), device))
     else:
-        from vdpp_core.models import pipelines  # takes seconds, which the dummy need not spend
+        from vdpp_core.models import pipelines
 
-        unet = pipelines.load_part(config, "unet", device, dtype)
-    return ready(config, unet)
+        unet = pipelines.load_part(config, name, device, dtype)
+    return ready(config, unet) if config.is_svd else unet
 
 
-def load_denoisers(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Load a run's denoisers whole: component of the pipeline -> module."""
+def load_denoisers(
+    config: RunConfig, device: torch.device, dtype: torch.dtype, only: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Load a run's denoisers whole, or only some of them: name -> module."""
+    return {name: load(config, device, dtype, name) for name in (denoisers(config) if only is None else only)}
+
+
+def skeletons(config: RunConfig, dtype: torch.dtype, only: Sequence[str] | None = None) -> dict[str, Any]:
+    """Make a run's denoisers with parameters on the meta device: name -> module."""
     if config.is_svd:
-        return {"unet": load(config, device, dtype)}
+        return {name: on_meta(config, dtype, name) for name in (denoisers(config) if only is None else only)}
     from vdpp_core.models import pipelines
 
-    names = [name for name in pipelines.DENOISERS if name in pipelines.parts(config)]
-    return {name: pipelines.load_part(config, name, device, dtype) for name in names}
+    return pipelines.skeletons(config, dtype, only)
 
 
-def skeletons(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Make a run's denoisers with parameters on the meta device: component of the pipeline -> module."""
+def denoisers_on_meta(config: RunConfig, dtype: torch.dtype, only: Sequence[str] | None = None) -> dict[str, Any]:
+    """Make a run's denoisers without weights, ready for inference: name -> module."""
+    made = skeletons(config, dtype, only)
     if config.is_svd:
-        return {"unet": on_meta(config, dtype)}
-    from vdpp_core.models import pipelines
-
-    return pipelines.skeletons(config, dtype)
+        return {name: ready(config, unet) for name, unet in made.items()}
+    return {name: nn.Module.to(module, "meta") for name, module in made.items()}
 
 
-def denoisers_on_meta(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Make a run's denoisers without weights, ready for inference: component of the pipeline -> module."""
-    if config.is_svd:
-        return {"unet": ready(config, on_meta(config, dtype))}
-    return {name: nn.Module.to(module, "meta") for name, module in skeletons(config, dtype).items()}
-
-
-def on_meta(config: RunConfig, dtype: torch.dtype) -> Any:
-    """Make the UNet without weights, on the meta device."""
+def on_meta(config: RunConfig, dtype: torch.dtype, name: str = "unet") -> Any:
+    """Make one of Stable Video Diffusion's denoisers without weights, on the meta device."""
     with torch.device("meta"):
         if config.model == "dummy":
             unet: Any = DummyUNet()
         else:
             from vdpp_core.models.svd import structure
 
-            unet = structure(config)
+            unet = structure(config, name)
     # AlphaBlender ignores the device context; diffusers' own `to` warns about every change of type
     return nn.Module.to(unet, "meta", dtype)
 

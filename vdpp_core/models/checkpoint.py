@@ -16,11 +16,13 @@ from vdpp_core.config.fields import MODELS
 WEIGHTS = [f"unet/diffusion_pytorch_model{kind}" for kind in (".safetensors", ".fp16.safetensors")]
 
 
-PARTS = {  # part of a pipeline -> the class that runs here
-    "unet": "UNetSpatioTemporalConditionModel",
-    "vae": "AutoencoderKLTemporalDecoder",
-    "scheduler": "EulerDiscreteScheduler",  # the only one that is tested with it
+UNET = "UNetSpatioTemporalConditionModel"
+PARTS = {  # part of a pipeline -> the classes that run here, the usual one first
+    "unet": (UNET, "Experts"),
+    "vae": ("AutoencoderKLTemporalDecoder",),
+    "scheduler": ("EulerDiscreteScheduler",),  # the only one that is tested with it
 }
+OURS = ["vdpp_core.models.experts", "Experts"]  # in model_index.json
 
 
 def weights_in_cache(repository: str = str(MODELS["svd"])) -> bool:
@@ -66,11 +68,12 @@ def check_model(config: RunConfig, execution: Execution) -> None:
         on_disk = folder.exists() or config.source.startswith((".", "/", "~"))
     except OSError as error:
         raise ConfigError(argument, config.source, f"must be a folder or a hub name ({error.strerror})") from None
-    parts = ("unet",) if config.image_path is None else ("unet", "vae", "image_encoder")
+    parts = [f"unet/{name}" for name in config.svd_experts] or ["unet"]
+    parts += [] if config.image_path is None else ["vae", "image_encoder"]
     for part in parts if on_disk and not config.random_weights else ():
         if not any(folder.glob(f"{part}/*.safetensors")):
             raise ConfigError(argument, config.source, f"must be a pipeline's folder with {part}/*.safetensors")
-    for name, kind in _settings_needed(config).items():
+    for name, kinds in _settings_needed(config).items():
         try:
             settings = folder / name if on_disk else _hub_file(config, argument, name)
             if not settings.is_file():
@@ -81,15 +84,29 @@ def check_model(config: RunConfig, execution: Execution) -> None:
             raise
         try:
             contents = json.loads(settings.read_bytes())
-            found = contents.get("_class_name", kind)
+            found = contents.get("_class_name", kinds and kinds[0])
         except (ValueError, AttributeError, RecursionError):
             raise ConfigError(argument, config.source, f"must have whole JSON in {name}") from None
-        if kind is not None and found != kind:
-            raise ConfigError(argument, config.source, f"must have a {kind}, not a {found}, in {name}")
+        if kinds and found not in kinds:
+            raise ConfigError(argument, config.source, f"must have a {kinds[0]}, not a {found}, in {name}")
         if name == "model_index.json":
             _check_parts(config, argument, contents)
     if on_disk and config.model_id is not None:
         _check_unet(config, execution.dtype)
+
+
+def check_denoisers(config: RunConfig, dtype: torch.dtype) -> None:
+    """Check that the weights of all denoisers of another pipeline are there, where it is a folder.
+
+    Raises:
+        ConfigError: some are not; names the file.
+    """
+    from vdpp_core import models
+    from vdpp_core.models import svd, weights
+
+    if Path(str(config.source)).expanduser().is_dir():
+        for name in models.denoisers(config):
+            weights.files(svd.weights_folder(config, dtype, name), dtype)
 
 
 def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> None:
@@ -97,39 +114,42 @@ def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> Non
     the class that the settings of a part name."""
     places = {part: place for part, place in index.items() if isinstance(place, list) and len(place) == 2}
     for part, (library, _) in places.items():
-        if library not in (None, "diffusers", "transformers"):
+        if library not in (None, "diffusers", "transformers") and places[part] != OURS:
             allowed = f"must have parts of diffusers and transformers, not code of its own ({part}: {library})"
             raise ConfigError(argument, config.source, allowed)
-    for part, kind in PARTS.items():
+    for part, kinds in PARTS.items():
         named = places.get(part, [None, None])[1]
-        if named != kind and (part != "vae" or config.image_path is not None):
-            allowed = f"must have a {kind}: model_index.json names {named or 'none'}, which the official pipeline loads"
+        if named not in kinds and (part != "vae" or config.image_path is not None):
+            allowed = (
+                f"must have a {kinds[0]}: model_index.json names {named or 'none'}, which the official pipeline loads"
+            )
             raise ConfigError(argument, config.source, allowed)
 
 
 def _check_unet(config: RunConfig, dtype: torch.dtype) -> None:
-    from vdpp_core.models import on_meta, weights  # takes seconds, which the package's own models need not spend
+    from vdpp_core import models  # takes seconds, which the package's own models need not spend
+    from vdpp_core.models import weights
     from vdpp_core.models.svd import weights_folder
 
     try:
-        structure = on_meta(config, dtype)
+        structures = models.denoisers_on_meta(config, dtype)
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
         words = in_one_line(str(error))[:120]
         raise ConfigError("model_id", config.source, f"must describe a UNet in unet/config.json ({words})") from None
-    if not config.random_weights:
-        weights.check(weights_folder(config, dtype), dtype, structure)
+    for name, structure in structures.items() if not config.random_weights else ():
+        weights.check(weights_folder(config, dtype, name), dtype, structure)
 
 
-def _settings_needed(config: RunConfig) -> dict[str, str | None]:
-    """File that a run reads of a pipeline -> the class that it must name, if any."""
-    needed: dict[str, str | None] = {
+def _settings_needed(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """File that a run reads of a pipeline -> the classes of which it must name one, if any."""
+    needed: dict[str, tuple[str, ...]] = {
         "unet/config.json": PARTS["unet"],
         "scheduler/scheduler_config.json": PARTS["scheduler"],
     }
     if config.image_path is not None:
         needed["vae/config.json"] = PARTS["vae"]
-        needed |= {"image_encoder/config.json": None, "feature_extractor/preprocessor_config.json": None}
-    return needed | {"model_index.json": None if config.image_path is None else "StableVideoDiffusionPipeline"}
+        needed |= {"image_encoder/config.json": (), "feature_extractor/preprocessor_config.json": ()}
+    return needed | {"model_index.json": () if config.image_path is None else ("StableVideoDiffusionPipeline",)}
 
 
 def _hub_file(config: RunConfig, argument: str, name: str) -> Path:

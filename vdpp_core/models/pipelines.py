@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
 from torch import nn
 
+from vdpp_core import models
 from vdpp_core.config import RunConfig, family
 from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.models import svd, weights
+from vdpp_core.models.experts import Experts
 from vdpp_core.models.images import whole_image
 from vdpp_core.models.stand_ins import Answer, StandIn
 
@@ -49,9 +52,15 @@ class Official:
 
     @property
     def denoisers(self) -> dict[str, nn.Module]:
-        """Component -> the denoiser."""
-        found = {name: getattr(self.pipeline, name, None) for name in DENOISERS}
-        return {name: module for name, module in found.items() if module is not None}
+        """Name -> the denoiser, or component/expert -> the expert."""
+        found: dict[str, nn.Module] = {}
+        for name in DENOISERS:
+            module = getattr(self.pipeline, name, None)
+            if isinstance(module, Experts):
+                found |= {f"{name}/{each}": expert for each, expert in module.experts.items()}
+            elif module is not None:
+                found[name] = module
+        return found
 
     def answer(self, answer: Answer) -> None:
         """Have all stand-ins answer with a `Recorder`, `Player`, `Real` or `Inventor`."""
@@ -59,12 +68,24 @@ class Official:
             stand_in.answer = answer
 
     def replace(self, name: str, module: Any) -> None:
-        """Put a module in the place of a component. The pipeline's own record of classes stays as it is."""
-        object.__setattr__(self.pipeline, name, module)
+        """Put a module in the place of a component or expert. The pipeline's own record of classes stays as it is."""
+        component, _, expert = name.partition("/")
+        if expert:
+            getattr(self.pipeline, component).experts[expert] = module
+        else:
+            object.__setattr__(self.pipeline, component, module)
 
 
-def around(config: RunConfig, denoisers: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Official:
-    """Make the run's official pipeline around its denoisers; whatever else has weights is a stand-in."""
+def around(config: RunConfig, given: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Official:
+    """Make the run's official pipeline around its denoisers; whatever else has weights is a stand-in, and so is a
+    denoiser that is not given."""
+    names = models.denoisers(config)
+    absent = models.denoisers_on_meta(config, dtype, [name for name in names if name not in given])
+    denoisers = {name: (given | absent)[name] for name in names}
+    if config.is_svd and len(names) > 1:
+        experts = {name.partition("/")[2]: module for name, module in denoisers.items()}
+        settings = UNetSpatioTemporalConditionModel.load_config(config.source, subfolder="unet")
+        denoisers = {"unet": Experts(experts, settings["boundaries"])}
     if config.is_svd:
         encoders = shells(config) if svd.has_pipeline(config) else svd.any_shells(denoisers["unet"])
         pipeline = svd.pipeline(config, **denoisers, **encoders)
@@ -73,6 +94,8 @@ def around(config: RunConfig, denoisers: dict[str, Any], device: torch.device, d
         pipeline = svd.load_whole(kind(config), folder(config), dtype, None, **denoisers, **encoders)
     pipeline.set_progress_bar_config(disable=True)  # the rank shows one
     official = Official(pipeline, once_encoded=svd.ONCE_ENCODED if config.is_svd else {})
+    for name, shell in absent.items():
+        official.replace(name, StandIn(name, shell, device, dtype))
     for name, shell in encoders.items():
         official.stand_ins[name] = StandIn(name, shell, device, dtype)
         official.replace(name, official.stand_ins[name])
@@ -90,12 +113,13 @@ def parts(config: RunConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a class is neither diffusers' nor transformers'.
     """
+    unets = dict.fromkeys(svd.denoisers(config), UNetSpatioTemporalConditionModel) if config.is_svd else {}
     if config.is_svd and not svd.has_pipeline(config):
-        return {"unet": UNetSpatioTemporalConditionModel}
+        return unets
     index = json.loads((folder(config) / "model_index.json").read_bytes())
     places = {name: place for name, place in index.items() if isinstance(place, list) and place[0]}
-    classes = {name: _named(config, name, *place) for name, place in places.items()}
-    return {name: found for name, found in classes.items() if issubclass(found, nn.Module)}
+    classes = {name: _named(config, name, *place) for name, place in places.items() if not (unets and name == "unet")}
+    return unets | {name: found for name, found in classes.items() if issubclass(found, nn.Module)}
 
 
 def _named(config: RunConfig, name: str, library: str, kind: str) -> type:
@@ -113,7 +137,7 @@ def shells(config: RunConfig) -> dict[str, nn.Module]:
     """Component -> the encoder without weights, on the meta device."""
     made = {}
     for name, found in parts(config).items():
-        if name not in DENOISERS:
+        if name.partition("/")[0] not in DENOISERS:
             place = folder(config) / name
             with torch.device("meta"):
                 if hasattr(found, "load_config"):  # diffusers
@@ -123,8 +147,8 @@ def shells(config: RunConfig) -> dict[str, nn.Module]:
     return made
 
 
-def skeletons(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """Component -> denoiser, its parameters on the meta device, in the types that `load_part` gives them.
+def skeletons(config: RunConfig, dtype: torch.dtype, only: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Component -> denoiser, all or some, its parameters on the meta device, in the types that `load_part` gives them.
 
     Buffers have their values: some are computed by the constructor and not stored.
     """
@@ -133,7 +157,7 @@ def skeletons(config: RunConfig, dtype: torch.dtype) -> dict[str, nn.Module]:
 
     made = {}
     for name, found in parts(config).items():
-        if name in DENOISERS:
+        if name in (DENOISERS if only is None else only):
             with no_init_weights(), init_empty_weights(include_buffers=False):
                 module = found.from_config(found.load_config(folder(config) / name)).eval().requires_grad_(False)
             kept, stored = set(found._keep_in_fp32_modules or ()), module.state_dict().keys()

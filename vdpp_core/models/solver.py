@@ -52,6 +52,11 @@ class Solver:
         self.steps, self.given, self.step_done = steps, memory, step_done
         self.taken = 0
 
+    @property
+    def step(self) -> int:
+        """The step that the loop is in: that of the next timestep."""
+        return ((self.first + self.taken + 1) * self.total_steps - 1) // len(self.whole)
+
     def memory(self) -> dict[str, Any]:
         """What the solver has changed since the pipeline set the timesteps: history, counters. Attribute -> value."""
         changed = {
@@ -93,9 +98,9 @@ class Solver:
             own.timesteps = shown
         if self.takes_previous:
             setattr(own, _PREVIOUS, made[1])
+        step = self.step
         self.taken += 1
-        step, following = ((at * self.total_steps - 1) // len(self.whole) for at in (index + 1, index + 2))
-        if following > step:
+        if self.step > step:
             self.step_done(step)
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,10 +47,20 @@ class Loop:
 
     Attributes:
         latents: as the pipeline holds them.
+        steps: name of the denoisers that each step calls.
     """
 
     latents: Tensor
     calls: list[Call]
+    steps: list[set[str]]
+
+    @property
+    def experts(self) -> tuple[tuple[str, int], ...] | None:
+        """The denoisers in the order in which they take turns, and the number of steps of each; None where a step calls
+        several of them."""
+        if any(len(names) != 1 for names in self.steps):
+            return None
+        return tuple((name, len(list(steps))) for (name,), steps in itertools.groupby(map(tuple, self.steps)))
 
     @property
     def passes(self) -> Passes:
@@ -243,10 +254,12 @@ class Stage:
 
     def loop(self, sample: int) -> Loop:
         """Go through the whole loop of a recorded sample without the denoisers, which predict zeros."""
-        loop = Loop(self.denoise(sample, range(0), None).latents, [])
+        steps: list[set[str]] = [set() for _ in range(self.total_steps)]
+        loop = Loop(self.denoise(sample, range(0), None).latents, [], steps)
 
         def see(name: str, *args: Any, **kwargs: Any) -> Any:
             loop.calls.append(Call(name, self.solver.taken, *moved((args, kwargs), torch.device("meta"))))
+            steps[self.solver.step].add(name)
             return _zeros(loop.latents, args, kwargs)
 
         with self._predicting(see):

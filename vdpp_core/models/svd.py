@@ -24,11 +24,16 @@ TINY = torch.zeros(1, 3, 1, 1, device="cpu")  # also where this is imported for 
 ONCE_ENCODED = {"image": TINY}
 
 
-def structure(config: RunConfig) -> UNetSpatioTemporalConditionModel:
-    """Construct the UNet of a run from its architecture alone, with the constructor's values."""
+def denoisers(config: RunConfig) -> tuple[str, ...]:
+    """Names of a run's denoisers: "unet", or unet/expert for each of its experts."""
+    return tuple(f"unet/{name}" for name in config.svd_experts) or ("unet",)
+
+
+def structure(config: RunConfig, name: str = "unet") -> UNetSpatioTemporalConditionModel:
+    """Construct a UNet of a run from its architecture alone, with the constructor's values."""
     if config.source is None:
         return UNetSpatioTemporalConditionModel.from_config(PUBLISHED[config.model])
-    architecture = UNetSpatioTemporalConditionModel.load_config(config.source, subfolder="unet")
+    architecture = UNetSpatioTemporalConditionModel.load_config(config.source, subfolder=name)
     return UNetSpatioTemporalConditionModel.from_config(architecture)
 
 

@@ -68,6 +68,9 @@ def check_memory_options(config: RunConfig, execution: Execution) -> None:
         raise ConfigError("memory_limit_gib", config.memory_limit_gib, f"needs CUDA, or a CPU under Linux; not {kind}")
     if config.fsdp_cpu_offload and kind != "cuda":
         raise ConfigError("fsdp_cpu_offload", True, f"needs CUDA: on {kind} the shards are in the host's memory anyway")
+    if config.swap == "host" and kind != "cuda":
+        allowed = f"needs CUDA: on {kind} the experts would be in the host's memory anyway; use disk"
+        raise ConfigError("swap", "host", allowed)
 
 
 def check_dtype(config: RunConfig, execution: Execution) -> None:

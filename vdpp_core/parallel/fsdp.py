@@ -47,14 +47,16 @@ def shard(denoiser: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
     return denoiser
 
 
-def structure(config: RunConfig, mesh: DeviceMesh, dtype: torch.dtype) -> nn.ModuleDict:
-    """Make the sharded denoisers of a run on the meta device, without values."""
+def structure(
+    config: RunConfig, mesh: DeviceMesh, dtype: torch.dtype, only: Sequence[str] | None = None
+) -> nn.ModuleDict:
+    """Make the sharded denoisers of a run, or some of them, on the meta device, without values."""
     made = {
         name: shard(denoiser, mesh, config.fsdp_cpu_offload)
-        for name, denoiser in models.skeletons(config, dtype).items()
+        for name, denoiser in models.skeletons(config, dtype, only).items()
     }
-    if config.is_svd:
-        models.ready(config, made["unet"])
+    for denoiser in made.values() if config.is_svd else ():
+        models.ready(config, denoiser)
     return nn.ModuleDict(made)
 
 
@@ -85,7 +87,7 @@ def materialise(
 
 def _source(config: RunConfig, part: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
     if config.model == "dummy" or config.random_weights:
-        return weights.random(models.on_meta(config, dtype), device)
+        return weights.random(models.on_meta(config, dtype, part), device)
     from vdpp_core.models.svd import weights_folder
 
     return weights.stored(weights_folder(config, dtype, part), dtype)

@@ -33,8 +33,12 @@ def merged(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     """Build the one-dimensional mesh of ranks that differ only in these axes. All ranks have to call it."""
     assert mesh.mesh_dim_names is not None
     lines = _lines(mesh.mesh, [mesh.mesh_dim_names.index(axis) for axis in axes])
-    name = "_".join(axes)
-    return DeviceMesh.from_group(_group_of_own(lines, name), mesh.device_type, mesh_dim_names=(name,))
+    return mesh_of(lines, mesh.device_type, "_".join(axes))
+
+
+def mesh_of(lines: Sequence[list[int]], device_type: str, name: str) -> DeviceMesh:
+    """Build the one-dimensional mesh of the line that has this rank in it. All ranks have to call it."""
+    return DeviceMesh.from_group(_group_of_own(lines, name), device_type, mesh_dim_names=(name,))
 
 
 def _lines(ranks: torch.Tensor, dims: Sequence[int]) -> list[list[int]]:

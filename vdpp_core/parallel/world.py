@@ -18,7 +18,7 @@ from vdpp_core.config.execution import Execution
 from vdpp_core.config.layout import Parallel, Place
 from vdpp_core.parallel import rendezvous
 from vdpp_core.parallel.devices import is_out_of_memory
-from vdpp_core.parallel.process_groups import merged
+from vdpp_core.parallel.process_groups import merged, mesh_of
 from vdpp_core.parallel.rendezvous import PATIENCE, Ranks
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -37,7 +37,8 @@ class World:
     """This rank's place, its device, and the groups it communicates with.
 
     Attributes:
-        stages: the ranks of its replica with its member index; it receives from one and hands on to another.
+        stages: the ranks of its replica with its member index, stage by stage and copy by copy; it receives from some
+            and hands on to others.
         team: all ranks of its replica, that is, the lockstep groups of all stages.
         shards: the ranks it shares parameters with; None without sharding.
     """
@@ -138,6 +139,15 @@ def _settings(execution: Execution, ranks: Ranks) -> Iterator[None]:
         yield
 
 
+def shards_of(layout: Parallel, mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks of this rank's stage, which share its parameters; None without sharding. All ranks have to call it."""
+    if layout.shards == 1:
+        return None
+    stages = [layout.ranks_of(stage) for stage in range(layout.pp)]
+    own = mesh_of(stages, mesh.device_type, "shards")
+    return own if own.size() > 1 else None
+
+
 @contextmanager
 def joined(layout: Parallel, execution: Execution, ranks: Ranks, name: str) -> Iterator[World]:
     """Join the ranks of a run, and leave them at the end. `name` keeps runs apart that follow on the same ranks."""
@@ -154,8 +164,7 @@ def joined(layout: Parallel, execution: Execution, ranks: Ranks, name: str) -> I
             )
             mesh = layout.mesh("cuda" if device.type == "cuda" else "cpu")
             team = merged(mesh, "pp", *LOCKSTEP_NAMES).get_group()
-            shards = merged(mesh, "dp", *LOCKSTEP_NAMES) if layout.shards > 1 else None
-            place = layout.place(ranks.rank)
+            place, shards = layout.place(ranks.rank), shards_of(layout, mesh)
             yield World(ranks.rank, ranks.world_size, place, device, mesh, mesh.get_group("pp"), team, shards)
             dist.destroy_process_group()
     except BaseException:

@@ -22,7 +22,7 @@ from vdpp_core.runs.event_types import Event
 from vdpp_core.runs.run import Run
 
 Entry = dict[str, Any]
-_Work = kinds.Take | kinds.Encode | kinds.Step | kinds.Send | kinds.Pad | kinds.Warm
+_Work = kinds.Take | kinds.Encode | kinds.Swapped | kinds.Step | kinds.Send | kinds.Pad | kinds.Warm
 
 PHASES = {"start": "loading", "loaded": "warming up", "clock": "running", "decode": "decoding"}
 NAMES = {"pad": "padding", "warm": "warm-up step", "encode": "encoding"}
@@ -173,19 +173,20 @@ def _arrows(config: RunConfig, threads: Sequence[_Thread]) -> list[Entry]:
     """Two entries for each hand-off whose two ends were recorded."""
     entries: list[Entry] = []
     for thread in threads:
-        replica, stage, member = thread.place
+        replica, stage, member, _ = thread.place
         if stage == 0:
             continue
-        sender = threads[config.layout.rank(replica, stage - 1, member)]
-        sends: dict[int, list[int]] = defaultdict(list)
-        for entry in sender.entries:
-            if entry["name"] == "send":
-                sends[entry["args"]["sample"]].append(entry["ts"])
+        senders = [threads[rank] for rank in config.layout.ranks_of(stage - 1, replica, member)]
+        sends: dict[int, list[tuple[int, _Thread]]] = defaultdict(list)
+        for sender in senders:
+            for entry in sender.entries:
+                if entry["name"] == "send":
+                    sends[entry["args"]["sample"]].append((entry["ts"], sender))
         for take in [entry for entry in thread.entries if entry["name"] == "take"]:
             arrives = take["ts"] + take["dur"] - 1
-            if left := [ts for ts in sends[take["args"]["sample"]] if ts <= arrives]:
-                number = len(entries) // 2 + 1
-                entries.append(sender.entry("s", left[-1], "hand-off", "hand-off", id=number))
+            if left := [end for end in sends[take["args"]["sample"]] if end[0] <= arrives]:
+                number, (ts, sender) = len(entries) // 2 + 1, left[-1]
+                entries.append(sender.entry("s", ts, "hand-off", "hand-off", id=number))
                 entries.append(thread.entry("f", arrives, "hand-off", "hand-off", id=number, bp="e"))
     return entries
 

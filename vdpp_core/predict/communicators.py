@@ -22,14 +22,15 @@ MEASURED = Path(__file__).resolve().parents[2] / "figures" / "hardware"  # where
 def opened(layout: Parallel, rank: int) -> int:
     """The number of communicators that a rank opens in a run.
 
-    One for all ranks, one for each neighbouring stage (unbatched sends and receives use a communicator per pair), and
-    one for each of its replica, cfg, frames and shard groups that has other ranks in it, but not all ranks.
+    One for all ranks, one for each rank that it exchanges samples with (unbatched sends and receives use a communicator
+    per pair), and one for each of its replica, cfg, frames and shard groups that has other ranks in it, but not all
+    ranks.
     """
     if layout.world_size == 1:
         return 0
-    stage = layout.place(rank).stage
-    neighbours = (stage > 0) + (stage + 1 < layout.pp)
-    groups = (layout.pp * layout.lockstep, *layout.lockstep_sizes.values(), layout.shards)
+    _, stage, _, copy = layout.place(rank)
+    neighbours = sum(len(layout.partners(stage, copy, other)) for other in (stage - 1, stage + 1))
+    groups = (layout.groups * layout.lockstep, *layout.lockstep_sizes.values(), layout.shards_of(stage))
     return 1 + neighbours + sum(1 < size < layout.world_size for size in groups)
 
 

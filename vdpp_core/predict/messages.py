@@ -59,7 +59,7 @@ def per_rank(config: RunConfig) -> list[int | None]:
         ConfigError: the pipeline refuses the run.
     """
     sizes, places = [*per_stage(config), None], map(config.layout.place, range(config.layout.world_size))
-    return [sizes[place.stage] if config.samples(place.replica) else None for place in places]
+    return [sizes[place.stage] if config.samples_at(place) else None for place in places]
 
 
 def largest(config: RunConfig) -> int:

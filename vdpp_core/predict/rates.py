@@ -202,12 +202,13 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     events = Run(folder).events()
     all_spans = results.measured_spans(events)
     spans = [span for span in all_spans if not span.beside]  # the first ones
-    if len(spans) != config.num_samples * config.layout.pp:
+    visits = config.layout.pp if config.swap is None else len(config.experts or ())
+    if len(spans) != config.num_samples * visits:
         raise ConfigError("calibrate", folder, "must have the events of all of its samples")
     cores = result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None
     steady = _without_hiccups(events, crowd=1.0 if cores is None else max(1.0, config.layout.world_size / cores))
-    sizes = np.array([len(steady[span.rank, span.sample]) for span in spans])
-    each = np.array([fmean(steady[span.rank, span.sample] or [0.0]) for span in spans])
+    sizes = np.array([len(steps) for steps in steady.values()])
+    each = np.array([fmean(steps or [0.0]) for steps in steady.values()])
     step, slowdown = _mean_step(each, sizes), 0.0
     if on_cpu:
         step, slowdown = _step_alone(others_busy(all_spans)[: len(spans)], each, sizes)
@@ -225,8 +226,8 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     )
 
 
-def _without_hiccups(events: Sequence[Event], crowd: float) -> dict[tuple[int, int], list[float]]:
-    """(rank, sample) -> seconds of its steps, from the end of one to the end of the next, without outliers.
+def _without_hiccups(events: Sequence[Event], crowd: float) -> dict[tuple[int, int, int], list[float]]:
+    """(rank, sample, visit) -> seconds of its steps, from the end of one to the end of the next, without outliers.
 
     Steps far above the rank's median are left out. The mean of the rest predicts a run; a median alone was 20 % off
     where steps vary.
@@ -239,8 +240,8 @@ def _without_hiccups(events: Sequence[Event], crowd: float) -> dict[tuple[int, i
         for place, steps in results.measured_steps(events).items()
     }
     most: dict[int, float] = {}
-    for rank in {rank for rank, _ in seconds}:
-        own = itertools.chain.from_iterable(each for (other, _), each in seconds.items() if other == rank)
+    for rank in {rank for rank, *_ in seconds}:
+        own = itertools.chain.from_iterable(each for (other, *_), each in seconds.items() if other == rank)
         most[rank] = HICCUP * crowd * median(own)
     return {place: [each for each in own if each <= most[place[0]]] for place, own in seconds.items()}
 
@@ -262,8 +263,8 @@ def finished(folder: Path, though_disturbed: bool = False) -> tuple[RunConfig, d
             raise ConfigError("calibrate", folder, "was resumed: its times are only those of its last attempt")
         if (reason := unfit(result)) and not though_disturbed:
             raise ConfigError("calibrate", folder, f"was disturbed: {reason}; take another run, or run it again")
-        recorded = result["parallel"], result["num_samples"], result["total_steps"]
-        whole = recorded == (config.layout.model_dump(), config.num_samples, config.total_steps)
+        recorded = Parallel(**result["parallel"]), result["num_samples"], result["total_steps"]
+        whole = recorded == (config.layout, config.num_samples, config.total_steps)
         if not whole or result["hardware"]["cores"] < 1 or min(result["threads_per_rank"]) < 1:
             raise ValueError("its files contradict each other")
         setting_of(config, result)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, SkipValidation
 
 from vdpp_core.config import RunConfig
@@ -17,7 +17,7 @@ from vdpp_core.predict.checked_arguments import checked, checked_dataclass
 from vdpp_core.runs.metrics import Array, Span, numbers_of
 
 LONGEST_S = 1e9  # thirty years
-AHEAD = IN_FLIGHT + 2  # samples that a stage can be ahead of the next one: also one received there and one computed
+AHEAD = IN_FLIGHT + 2  # samples that a rank can be ahead of the next one: also one received there and one computed
 
 Positive = Annotated[float, Field(gt=0, lt=LONGEST_S)]  # seconds
 NotNegative = Annotated[float, Field(ge=0, lt=LONGEST_S)]
@@ -34,6 +34,7 @@ class Seconds:
         encode: on the first stage, before the first step.
         decode: of a sample; on the last stage after its last step, or else once its replica has denoised all samples.
         as_ready: which of the two.
+        swap: for an expert to take the place of another on a rank that holds one at a time.
 
     Raises:
         ConfigError: a step takes no time, or something takes less than none.
@@ -44,6 +45,7 @@ class Seconds:
     encode: NotNegative = 0.0
     decode: NotNegative = 0.0
     as_ready: bool = True
+    swap: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         step = _numbers("step", self.step)
@@ -85,9 +87,11 @@ class Schedule:
 
     Attributes:
         started: (rounds + pp - 1, dp, pp), in seconds: when stage p starts its replica's sample number r, at
-            [r + p, replica, p]; NaN where there is no such sample.
+            [r + p, replica, p]; NaN where there is no such sample. Where ranks swap experts, each expert's steps are a
+            stage here, and all stages are on one rank.
         occupied: (dp, pp), seconds that a sample occupies a rank.
         arrivals: (num_samples,), the earliest start of each sample in seconds.
+        swaps: when ranks load experts.
     """
 
     layout: Parallel
@@ -95,6 +99,7 @@ class Schedule:
     started: Array
     occupied: Array
     arrivals: Array
+    swaps: tuple[Span, ...] = ()
 
     def starts(self, stage: int) -> Array:
         """When a stage starts the samples of each replica, (rounds, dp) in seconds; NaN where there are fewer."""
@@ -132,13 +137,18 @@ class Schedule:
             finished = np.array([finished[replica::replicas].max() for replica in range(min(replicas, len(finished)))])
         return float(finished.min()) + self.seconds.decode
 
+    def rank(self, sample: int, stage: int, member: int = 0) -> int:
+        """The rank that computes a stage of a sample."""
+        turn, replica = divmod(sample, self.started.shape[1])
+        return self.layout.rank(replica, min(stage, self.layout.pp - 1), member, turn)
+
     def spans(self) -> list[Span]:
-        """One span for each sample and rank, and one for each decoding between two samples."""
+        """One span for each sample and rank, one for each decoding between two samples, and one for each swap."""
         layout, (_, replicas, stages) = self.layout, self.started.shape
         starts = [self.of_samples(self.starts(stage)).tolist() for stage in range(stages)]
         in_steps, decode = self.in_steps.tolist(), self.seconds.decode_in_between
         found = [
-            Span(layout.rank(sample % replicas, stage, member), sample, start, start + seconds, seconds)
+            Span(self.rank(sample, stage, member), sample, start, start + seconds, seconds)
             for sample in range(len(self.arrivals))
             for stage in range(stages)
             for start, seconds in ((starts[stage][sample], in_steps[sample % replicas][stage]),)
@@ -146,20 +156,27 @@ class Schedule:
         ]
         if decode:
             found += [
-                Span(layout.rank(sample % replicas, stages - 1), sample, end, end + decode, decode, beside="decoding")
+                Span(self.rank(sample, stages - 1), sample, end, end + decode, decode, beside="decoding")
                 for sample, end in enumerate(self.finished_s.tolist())
             ]
-        return found
+        return found + list(self.swaps)
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of the run, named as by `metrics.numbers`, without making the spans; latency leaves out
         encoding."""
         layout, (_, replicas, stages) = self.layout, self.started.shape
-        count = (~np.isnan(self.starts(0))).sum(axis=0)
-        first = np.stack([self.starts(stage)[0] for stage in range(stages)], axis=1)
-        last = np.stack([np.fmax.reduce(self.starts(stage)) for stage in range(stages)], axis=1)
+        copies = layout.copies if stages == layout.pp else (1,) * stages
+        places = [(stage, copy) for stage in range(stages) for copy in range(copies[stage])]
+        own = [self.starts(stage)[copy :: copies[stage]] for stage, copy in places]
+        count = np.stack([(~np.isnan(starts)).sum(axis=0) for starts in own], axis=1)
+        first, last = (
+            np.stack([end.reduce(starts, initial=np.nan) for starts in own], axis=1) for end in (np.fmin, np.fmax)
+        )
+        in_steps = self.in_steps[:, [stage for stage, _ in places]]
 
-        def of_ranks(values: Array, elsewhere: float) -> Array:
+        def of_ranks(values: Array, elsewhere: float, together: np.ufunc) -> Array:
+            if stages != layout.pp:  # one rank has all parts
+                values = together.reduce(values, axis=1)
             more = layout.world_size - values.size * layout.lockstep  # fsdp_same_sample: replicas that only help
             return np.append(np.repeat(values, layout.lockstep), np.full(more, elsewhere))
 
@@ -168,9 +185,9 @@ class Schedule:
             replica=np.arange(len(self.arrivals)) % replicas,
             latency=self.finished_s - self.of_samples(self.starts(0)) - self.seconds.encode,
             ended=self.finished_s,
-            busy=of_ranks(self.in_steps * count[:, None], 0.0),
-            taken=of_ranks(first, np.nan),
-            left=of_ranks(last + self.in_steps, np.nan),
+            busy=of_ranks(in_steps * count, 0.0, np.add),
+            taken=of_ranks(first, np.nan, np.fmin),
+            left=of_ranks(last + in_steps, np.nan, np.fmax),
         )
 
 
@@ -186,8 +203,8 @@ def make(
     """Schedule samples on replicas × stages; sample m runs on replica m % dp.
 
     A stage starts a sample once the stage before has handed it on, its own previous sample is finished, and the next
-    stage has started the sample AHEAD before it. Computed by anti-diagonals of samples × stages, all replicas at once:
-    4096 stages and 10 000 samples take seconds, and 8 bytes for each of their products.
+    stage has room. Copies of a stage take a replica's samples in turn. Computed by anti-diagonals of samples × stages,
+    all replicas at once: 4096 stages and 10 000 samples take seconds, and 8 bytes for each of their products.
 
     Args:
         sizes: steps of each stage.
@@ -209,17 +226,28 @@ def make(
     earliest[:num_samples] = times
     started = np.full((rounds + stages - 1, replicas, stages), -np.inf)
     started[:, :, 0] = earliest.reshape(-1, replicas)
-    arrived = np.full((replicas, stages - 1), -np.inf)
+    copies, every = np.asarray(layout.copies), np.arange(stages)
+    room = (
+        (AHEAD - 1) * copies[:-1] + copies[1:] - 1
+    )  # diagonals since the next stage started what leaves room for more
+    arrived = np.full((copies.max() + 1, replicas, stages), -np.inf)  # of the latest diagonals
     for number, row in enumerate(started):
+        np.maximum(row, _earlier(started, number - copies, every) + occupied, out=row)
         if number > 0:
             finished = started[number - 1] + occupied
-            np.maximum(row, finished, out=row)
-            arrived = np.maximum(finished[:, :-1], arrived) + seconds.hop  # a link carries one sample at a time
-            np.maximum(row[:, 1:], arrived, out=row[:, 1:])
-        if number >= AHEAD - 1:
-            np.maximum(row[:, :-1], started[number - AHEAD + 1, :, 1:], out=row[:, :-1])
+            busy = arrived[(number - 1 - copies) % len(arrived), :, every].T  # a rank sends one sample at a time
+            arrived[(number - 1) % len(arrived)] = np.maximum(finished, busy) + seconds.hop
+            np.maximum(row[:, 1:], arrived[(number - 1) % len(arrived), :, :-1], out=row[:, 1:])
+        np.maximum(row[:, :-1], _earlier(started, number - room, every[1:]), out=row[:, :-1])
         row[:, number + 1 :] = -np.inf  # no sample has reached these stages yet
     return Schedule(layout, seconds, started, occupied, times)
+
+
+def _earlier(started: Array, numbers: NDArray[np.int64], stages: NDArray[np.int64]) -> Array:
+    """When stages started what lies on these diagonals, (replicas, stages); -inf on diagonals before the first."""
+    found = started[np.maximum(numbers, 0), :, stages].T
+    found[:, numbers < 0] = -np.inf
+    return found
 
 
 def _arrivals(arrivals: ArrayLike, num_samples: int) -> Array:
@@ -239,15 +267,40 @@ def predict(config: RunConfig, seconds: Seconds, arrivals: ArrayLike = 0.0) -> S
         arrivals: as of `make`.
     """
     config = config.for_ranks((config.parallel or Parallel()).world_size)
+    if config.swap is not None:
+        return _with_swaps(config, seconds, _arrivals(arrivals, config.num_samples))
     sizes = [len(steps) for steps in config.stages()]
     replicas = 1 if config.fsdp_same_sample else None
     return make(config.layout, sizes, config.num_samples, seconds, arrivals, replicas)
 
 
-def run_times(config: RunConfig, step_s: list[float], decode_s: float = 0.0) -> dict[str, Any]:
+def _with_swaps(config: RunConfig, seconds: Seconds, arrivals: Array) -> Schedule:
+    """Schedule replicas that hold one expert at a time, and take `swap_batch` samples through it before the next."""
+    layout, parts = config.layout, config.segments(range(config.total_steps))
+    sizes = [len(steps) for _, steps in parts]
+    occupied = seconds.on_ranks(Parallel(dp=layout.dp, pp=len(parts)), sizes)
+    started = np.full((math.ceil(config.num_samples / layout.dp) + len(parts) - 1, layout.dp, len(parts)), np.nan)
+    swaps: list[Span] = []
+    for replica in range(layout.dp):
+        own, now, resident = arrivals[replica :: layout.dp], 0.0, 0
+        for first in range(0, len(own), config.swap_batch):
+            for part in range(len(parts)):
+                if part != resident:
+                    ranks = (layout.rank(replica, 0, member) for member in range(layout.lockstep))
+                    swaps += [
+                        Span(rank, -1, now, now + seconds.swap, seconds.swap, beside="swapping") for rank in ranks
+                    ]
+                    now, resident = now + seconds.swap, part
+                for turn in range(first, min(first + config.swap_batch, len(own))):
+                    started[turn + part, replica, part] = now = max(now, own[turn])
+                    now += occupied[replica, part]
+    return Schedule(layout, seconds, started, occupied, arrivals, tuple(swaps))
+
+
+def run_times(config: RunConfig, step_s: list[float], decode_s: float = 0.0, swap_s: float = 0.0) -> dict[str, Any]:
     """The numbers of a run, named as in its result, predicted from the seconds of a step on each stage and, where they
-    are known, of decoding a sample."""
-    planned = predict(config, Seconds(step_s, decode=decode_s, as_ready=config.decode == "as-ready"))
+    are known, of decoding a sample and of swapping experts."""
+    planned = predict(config, Seconds(step_s, decode=decode_s, as_ready=config.decode == "as-ready", swap=swap_s))
     return planned.numbers() | {"time_to_first_video_s": planned.first_video_s}
 
 

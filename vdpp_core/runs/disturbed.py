@@ -168,7 +168,9 @@ def _logs(events: Sequence[Event]) -> dict[int, _Log]:
             begin = max(last[rank], t - event.seconds) if isinstance(event, kinds.Pad) else last[rank]
             log.pieces.append(_Piece(event, begin, t))
             last[rank] = t
-        elif rank in last and isinstance(event, kinds.Encode | kinds.Decode | kinds.Chunk | kinds.Video):
+        elif rank in last and isinstance(
+            event, kinds.Encode | kinds.Swapped | kinds.Decode | kinds.Chunk | kinds.Video
+        ):
             last[rank] = t  # between two samples
         elif isinstance(event, kinds.Warm | kinds.Step):
             log.warm.append(event.seconds)
@@ -184,18 +186,18 @@ def _ready(config: RunConfig, rank: int, logs: Mapping[int, _Log]) -> list[tuple
     A step needs its mates, receiving a sample the stage before, and handing one on room at the stage after.
     """
     layout, own = config.layout, logs[rank]
-    replica, stage, member = layout.place(rank)
+    replica, stage, member, _ = layout.place(rank)
     found = []
     together = [logs[mate].of(kinds.Step, kinds.Pad) for mate in mates(layout, rank) if mate in logs]
     for number, piece in enumerate(own.of(kinds.Step, kinds.Pad)):
         found.append((piece, max(steps[number].begin for steps in together if number < len(steps))))
     if stage > 0:
-        before = logs.get(layout.rank(replica, stage - 1, member), _Log())
-        sent = {piece.sample: piece.end for piece in before.of(kinds.Send)}
+        before = [logs.get(other, _Log()) for other in layout.ranks_of(stage - 1, replica, member)]
+        sent = {piece.sample: piece.end for log in before for piece in log.of(kinds.Send)}
         found += [(piece, sent.get(piece.sample, _waited_until(piece))) for piece in own.of(kinds.Take)]
     if stage + 1 < layout.pp:
-        after, sends = logs.get(layout.rank(replica, stage + 1, member), _Log()), own.of(kinds.Send)
-        taken = {piece.sample: piece.end for piece in after.of(kinds.Take)}
+        after = [logs.get(other, _Log()) for other in layout.ranks_of(stage + 1, replica, member)]
+        sends, taken = own.of(kinds.Send), {piece.sample: piece.end for log in after for piece in log.of(kinds.Take)}
         for piece, earlier in zip(sends[IN_FLIGHT:], sends, strict=False):
             found.append((piece, taken.get(earlier.sample, _waited_until(piece))))
     return found

@@ -73,6 +73,22 @@ class Encode(OfSample):
     seconds: _Number
 
 
+class SwapBegins(Event):
+    """An expert begins to take the place of another on the device."""
+
+    kind: Literal["swap"]
+    expert: str
+
+
+class Swapped(Event):
+    """An expert of `size` bytes of parameters is on the device, `seconds` after the other began to go."""
+
+    kind: Literal["swapped"]
+    expert: str
+    seconds: _Number
+    size: _Whole
+
+
 class Step(OfSample):
     """A denoising step."""
 
@@ -191,8 +207,8 @@ AnyStep = Step | Pad
 Kind = TypeVar("Kind", bound=Event)
 _KNOWN: TypeAdapter[Event] = TypeAdapter(
     Annotated[
-        Start | Plain | Warm | Clock | Take | Encode | Step | Send | Finished | Pad | Decode | Chunk | Video | Comparing
-        | Official | Done | Error | Terminated | Predicted,
+        Start | Plain | Warm | Clock | Take | Encode | SwapBegins | Swapped | Step | Send | Finished | Pad | Decode
+        | Chunk | Video | Comparing | Official | Done | Error | Terminated | Predicted,
         Field(discriminator="kind"),
     ]
 )  # fmt: skip

@@ -23,7 +23,7 @@ class Span:
 
     Attributes:
         beside: "" for steps; what else the rank did for the sample, "decoding" until its videos are written, or
-            "encoding".
+            "encoding"; or, for no sample in particular (-1), "swapping" experts.
     """
 
     rank: int
@@ -45,9 +45,10 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     """
     in_steps = [span for span in spans if not span.beside]
     frame = pd.DataFrame(in_steps, columns=["rank", "sample", "start", "end", "busy"])
-    places = pd.DataFrame(map(layout.place, frame["rank"]), columns=["replica", "stage", "member"])
-    speaks = frame.join(places).query("member == 0").set_index("sample")
-    first, last = speaks[speaks["stage"] == 0], speaks[speaks["stage"] == layout.pp - 1]
+    places = pd.DataFrame(map(layout.place, frame["rank"]), columns=["replica", "stage", "member", "copy"])
+    speaks = frame.join(places).query("member == 0").groupby(["stage", "sample"])
+    each = speaks.agg({"replica": "first", "start": "min", "end": "max"})  # a swapping rank has a sample twice
+    first, last = (each[each.index.get_level_values(0) == stage].droplevel(0) for stage in (0, layout.pp - 1))
     finished = first.index.intersection(last.index).sort_values()
     if finished.empty:
         return {"samples_finished": 0}

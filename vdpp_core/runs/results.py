@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -19,37 +20,51 @@ from vdpp_core.runs.metrics import Span
 from vdpp_core.runs.run import Run
 
 _BESIDE = {"video": "decoding", "encode": "encoding"}  # event -> what its span shows
-PredictTimes = Callable[[RunConfig, list[float], float], dict[str, Any]]
+PredictTimes = Callable[[RunConfig, list[float], float, float], dict[str, Any]]
 
 
 def measured_spans(events: Sequence[Event]) -> list[Span]:
-    """One span for each sample on each rank, without warm-up, in seconds since the clock started; then one for each
-    decoding, and each encoding of a manifest's row."""
+    """One span for each visit of a sample to a rank, without warm-up, in seconds since the clock started; then one for
+    each decoding, each encoding of a manifest's row, and each loading of an expert."""
     zero = clock_starts(events)
-    return [
-        Span(
-            rank,
-            sample,
-            part[0].t - part[0].seconds - zero[rank],
-            part[-1].t - zero[rank],
-            sum(e.seconds for e in part),
-        )
-        for (rank, sample), part in measured_steps(events).items()
-        if rank in zero
-    ] + [
-        Span(event.rank, event.sample, end - event.seconds, end, event.seconds, beside=_BESIDE[event.kind])
-        for event in events
-        if isinstance(event, kinds.Video | kinds.Encode) and event.rank in zero
-        for end in (event.t - zero[event.rank],)
-    ]
+    return (
+        [
+            Span(
+                rank,
+                sample,
+                part[0].t - part[0].seconds - zero[rank],
+                part[-1].t - zero[rank],
+                sum(e.seconds for e in part),
+            )
+            for (rank, sample, _), part in measured_steps(events).items()
+            if rank in zero
+        ]
+        + [
+            Span(event.rank, event.sample, end - event.seconds, end, event.seconds, beside=_BESIDE[event.kind])
+            for event in events
+            if isinstance(event, kinds.Video | kinds.Encode) and event.rank in zero
+            for end in (event.t - zero[event.rank],)
+        ]
+        + [
+            Span(event.rank, -1, end - event.seconds, end, event.seconds, beside="swapping")
+            for event in kinds.of(events, kinds.Swapped)
+            if event.rank in zero
+            for end in (event.t - zero[event.rank],)
+            if end > event.seconds
+        ]
+    )
 
 
-def measured_steps(events: Sequence[Event]) -> dict[tuple[int, int], list[kinds.Step]]:
-    """(rank, sample) -> the events of its steps there, without warm-up."""
-    steps: dict[tuple[int, int], list[kinds.Step]] = defaultdict(list)
-    for event in kinds.of(events, kinds.Step):
-        if event.sample >= 0:
-            steps[event.rank, event.sample].append(event)
+def measured_steps(events: Sequence[Event]) -> dict[tuple[int, int, int], list[kinds.Step]]:
+    """(rank, sample, visit) -> the events of its steps there, without warm-up. A sample visits a rank twice where its
+    experts are swapped."""
+    steps: dict[tuple[int, int, int], list[kinds.Step]] = defaultdict(list)
+    visits: Counter[tuple[int, int]] = Counter()
+    for event in events:
+        if isinstance(event, kinds.Take) and event.sample >= 0:
+            visits[event.rank, event.sample] += 1
+        if isinstance(event, kinds.Step) and event.sample >= 0:
+            steps[event.rank, event.sample, visits[event.rank, event.sample]].append(event)
     return steps
 
 
@@ -125,11 +140,11 @@ def _waits(events: Sequence[Event], config: RunConfig, samples: Sequence[int]) -
     """Seconds that ranks waited to receive or hand on latents; in the steady state without a rank's first sample."""
     layout = config.layout
     total, steady, busy = ([0.0] * layout.world_size for _ in range(3))
-    firsts = [config.samples(replica, samples)[:1] for replica in range(layout.dp)]
+    firsts = [config.samples_at(layout.place(rank), samples)[:1] for rank in range(layout.world_size)]
     for event in events:
         if not isinstance(event, kinds.Take | kinds.Send | kinds.Step) or event.sample < 0:
             continue
-        later = event.sample not in firsts[layout.place(event.rank).replica]
+        later = event.sample not in firsts[event.rank]
         if isinstance(event, kinds.Step):
             busy[event.rank] += event.seconds * later
         else:
@@ -192,9 +207,12 @@ def _predicted_times(
     if predict_times is None or not samples or not all(step_s):
         return {}
     seconds, video = list(map(median, step_s)), next(iter(kinds.of(events, kinds.Video)), None)
+    before = itertools.takewhile(lambda event: not isinstance(event, kinds.Clock), events)
+    swaps = [swap.seconds for swap in kinds.of(before, kinds.Swapped)]  # each rank begins with one
     source = "the steps before the clock started" + " and the first decoding" * (video is not None)
     known = {"source": source, "step_s_per_stage": seconds}
-    return known | predict_times(config.replace(num_samples=len(samples)), seconds, video.seconds if video else 0.0)
+    decode_s, swap_s = video.seconds if video else 0.0, median(swaps or [0.0])
+    return known | predict_times(config.replace(num_samples=len(samples)), seconds, decode_s, swap_s)
 
 
 def _seconds_before_the_clock(stage: Sequence[Event]) -> list[float]:

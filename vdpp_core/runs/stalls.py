@@ -143,9 +143,9 @@ def _state(rank: int, event: Event, config: RunConfig, work: Work) -> Literal["b
     None: it does something else whose pace is not known, such as loading a decoder after its last sample.
     """
     layout = config.layout
-    replica, stage, member = layout.place(rank)
-    samples = config.samples(replica, work.latents)
-    if not samples and not config.padding(replica, work.latents):
+    place = layout.place(rank)
+    samples, stage, member = config.samples_at(place, work.latents), place.stage, place.member
+    if not samples and not config.padding(place, work.latents):
         return None
     final = isinstance(event, kinds.OfSample) and event.sample in samples[-1:]
     last_stage = stage + 1 == layout.pp
@@ -168,21 +168,22 @@ def _state(rank: int, event: Event, config: RunConfig, work: Work) -> Literal["b
 def needed(config: RunConfig, rank: int, last: Event) -> list[int]:
     """The ranks without which a rank with this last event cannot go on."""
     layout = config.layout
-    replica, stage, member = layout.place(rank)
+    replica, stage, member, _ = layout.place(rank)
     if isinstance(last, kinds.Take) or (isinstance(last, kinds.AnyStep) and last.step != config.steps_of(rank)[-1]):
         return mates(layout, rank)
     if isinstance(last, kinds.AnyStep) and stage + 1 < layout.pp:
-        return [layout.rank(replica, stage + 1, member)]
+        return layout.ranks_of(stage + 1, replica, member)
     if isinstance(last, kinds.Clock | kinds.Send | kinds.Finished | kinds.Video | kinds.AnyStep) and stage > 0:
-        return [layout.rank(replica, stage - 1, member)]
+        return layout.ranks_of(stage - 1, replica, member)
     return list(range(layout.world_size))  # all ranks meet: before the clock, before decoding, at the end
 
 
 def mates(layout: Parallel, rank: int) -> list[int]:
     """The ranks that compute each of their steps together with this one, which is included."""
-    replica, stage, _ = layout.place(rank)
-    replicas = range(layout.dp) if layout.fsdp else [replica]
-    return [layout.rank(each, stage, mate) for each in replicas for mate in range(layout.lockstep)]
+    replica, stage, _, copy = layout.place(rank)
+    if layout.fsdp:
+        return layout.ranks_of(stage)
+    return [layout.rank(replica, stage, mate, copy) for mate in range(layout.lockstep)]
 
 
 def _step_s(own: Sequence[Event]) -> float:
