@@ -39,8 +39,8 @@ class Model(Frozen):
     model: Literal["dummy", "tiny", "experts", "medium", "svd", "wan22"] = Field(
         default="tiny",
         description="dummy (checks the logic), tiny (a small SVD in the package), experts (the same with two UNets "
-        "that take turns), medium (137 M random parameters), svd (the published one), wan22 (Wan 2.2 A14B, two "
-        "transformers of 14 billion parameters that take turns)",
+        "that take turns), medium (137 M random parameters), svd (the published one), wan22 (Wan 2.2 A14B, which has "
+        "two transformers of 14 billion parameters)",
     )
     model_id: str | None = Field(
         default=None, min_length=1, description="folder or hub name of any diffusers video pipeline"
