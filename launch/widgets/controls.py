@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import ipywidgets as widgets
-from annotated_types import Le
+from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 
 from vdpp_core.config import RunConfig
@@ -126,8 +126,10 @@ def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
 def _typed(field: FieldInfo, value: Any, looks: dict[str, Any]) -> widgets.Widget:
     """A field for a number within the parameter's bounds; 0 stands for None, the default, where that is allowed."""
     kinds = get_args(field.annotation) or (field.annotation,)
+    most: Any = next(bound.le for bound in field.metadata if isinstance(bound, Le))
+    least: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), 0)
     if type(None) in kinds:
         looks["tooltip"] += "; 0 uses the default"
-    most: Any = next(bound.le for bound in field.metadata if isinstance(bound, Le))
+        least = 0
     kind = widgets.BoundedFloatText if float in kinds else widgets.BoundedIntText
-    return kind(value or 0, min=0, max=min(most, MOST_IN_A_BROWSER), continuous_update=False, **looks)
+    return kind(value or 0, min=least, max=min(most, MOST_IN_A_BROWSER), continuous_update=False, **looks)
