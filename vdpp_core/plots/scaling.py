@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -184,6 +184,34 @@ def makespans(layouts: Sequence[tuple[Parallel, pd.Series]], title: str, small_p
         axis = axis_of(layout)
         _line(axes[0, 0], seconds, axis, "predicted", f"{layout}, predicted")
     _finish(axes[0, 0], "makespan (s)", "number of samples")
+    return figure
+
+
+def loading(
+    lines: Sequence[tuple[str, pd.Series]], speeds: Mapping[str, float], title: str, small_print: str
+) -> Figure:
+    """Time of data parallel that loads experts, as a multiple of the step pipeline's, against the speed of loading.
+
+    Args:
+        lines: (name, multiples over GB/s) of each; at most five.
+        speeds: name -> GB/s to mark.
+    """
+    figure, axes = new_figure((1, 1), (8, 4.2), title, small_print)
+    panel = axes[0, 0]
+    for (name, multiples), axis in zip(lines, COLOURS, strict=False):
+        _line(panel, multiples, axis, "predicted", name)
+    panel.axhline(1, color=INK, linewidth=1)
+    panel.axhspan(1, 1e3, color="#eeeeee", zorder=0)
+    top = max(float(multiples.max()) for _, multiples in lines)
+    for name, gb_per_s in speeds.items():
+        panel.axvline(gb_per_s, color=INK, linewidth=0.8, linestyle=":")
+        panel.text(gb_per_s, 0.03, f" {name}", transform=panel.get_xaxis_transform(), fontsize=7.5)
+    words, look = "grey: the step pipeline finishes first", {"ha": "right", "va": "bottom", "fontsize": 7.5}
+    panel.text(0.99, 1.01, words, transform=panel.get_yaxis_transform(), **look)
+    panel.set(xscale="log", xlabel="speed of loading an expert (GB/s)", ylim=(0, top * 1.08))
+    panel.set_ylabel("time of loading / time of the step pipeline")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.legend(fontsize=7.5)
     return figure
 
 

@@ -66,6 +66,7 @@ def advise(
     modes: tuple[str, ...] = MODES,
     predictor: Predictor | None = None,
     arrivals: ArrayLike = 0.0,
+    ways: Sequence[Way] | None = None,
 ) -> pd.DataFrame:
     """Rank every layout on up to `gpus` GPUs: the best first, excluded ones last.
 
@@ -84,6 +85,7 @@ def advise(
         modes: guidance modes in order of preference.
         predictor: source of costs and memory; by default everything is counted.
         arrivals: when each sample arrives, in seconds, as of `schedule.make`.
+        ways: what to rank, by default all `candidates`.
 
     Raises:
         ConfigError: an argument is not allowed, or the video is too large to be counted.
@@ -98,7 +100,7 @@ def advise(
         modes = tuple(reversed(modes))
     if not config.is_svd:
         modes = MODES[:1]  # whether the passes share a batch is up to the pipeline
-    bar = tqdm(list(candidates(config, gpus)), desc="layouts", leave=False, disable=None)
+    bar = tqdm(list(candidates(config, gpus) if ways is None else ways), desc="layouts", leave=False, disable=None)
     rows: list[dict[str, Any]] = []
     fit_whole: set[tuple[Any, ...]] = set()  # lockstep sizes and experts held: they decide a rank's memory
     for way in bar:
