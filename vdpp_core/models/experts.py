@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers import ConfigMixin, ModelMixin, UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 
@@ -41,6 +42,16 @@ class Experts(ModelMixin, ConfigMixin):
     def forward(self, sample: Tensor, timestep: Any, *args: Any, **kwargs: Any) -> Any:
         """The prediction of the timestep's expert."""
         return self.experts[self.name_for(timestep)](sample, timestep, *args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the experts, also where something without parameters is in their place."""
+        return next(iter(self.experts.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the experts."""
+        return next(iter(self.experts.values())).dtype
 
     def name_for(self, timestep: Any) -> str:
         """Name of the expert that serves a timestep, which is one number."""
