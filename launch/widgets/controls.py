@@ -15,6 +15,7 @@ from vdpp_core.config.axes import AXES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.fields import PIXELS_PER_LATENT
 from vdpp_core.config.layout import Parallel
+from vdpp_core.config.run_config import LATENT_SIZES
 
 GROUPS = {
     "Model": ("command", "model", "random_weights", "image", "save_latents"),
@@ -31,7 +32,7 @@ SLIDERS = {  # least, most and step; all other numbers are typed
     **{"guidance_scale": (0.0, 10.0, 0.1), "min_guidance_scale": (0.0, 10.0, 0.1)},
     **{axis.name: (1, min(8, axis.most), 1) for axis in AXES},
 }
-DEVICES = ("auto", "cpu", "cuda", "mps")
+CHOICES = {"device": ("auto", "cpu", "cuda", "mps"), "model": tuple(LATENT_SIZES)}  # only Stable Video Diffusions
 MOST_IN_A_BROWSER = 2**53 - 1  # JavaScript rounds larger whole numbers
 BREAKABLE = "_\u200b"  # allows a line break after the underscore
 SIZES = ("num_frames", "height", "width")
@@ -94,7 +95,7 @@ def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
         "style": {"description_width": "7.6em"},
         "layout": widgets.Layout(width="auto"),
     }
-    choices = DEVICES if name == "device" else [one for one in get_args(field.annotation) if isinstance(one, str)]
+    choices = CHOICES.get(name) or [one for one in get_args(field.annotation) if isinstance(one, str)]
     if choices:
         return widgets.Dropdown(options=list(dict.fromkeys([*choices, value])), value=value, **looks)
     if field.annotation is bool:

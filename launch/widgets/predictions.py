@@ -53,7 +53,7 @@ class Predictions:
         known = self._rates(config, runs)
         source = "No times yet: no finished run here has this model, device, dtype and number of threads."
         if known is not None:
-            planned = rates.predict_schedule(config, self.predictor.cost(config), known)
+            planned = rates.predict_schedule(config, self.predictor.per_stage(config), known)
             numbers = planned.numbers()
             facts |= {
                 "makespan": f"{numbers['makespan_s']:.3g} s",

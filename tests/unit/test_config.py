@@ -33,7 +33,7 @@ BAD = [
     ({"width": 60}, "width", "60", "a multiple of 8"),
     ({"height": 0}, "height", "0", "greater than or equal to 8"),
     ({"num_frames": 0}, "num_frames", "0", "greater than or equal to 1"),
-    ({"model": "sdxl"}, "model", "sdxl", "'dummy', 'tiny', 'experts', 'medium' or 'svd'"),
+    ({"model": "sdxl"}, "model", "sdxl", "'dummy', 'tiny', 'experts', 'medium', 'svd' or 'wan22'"),
     ({"guidance_scale": math.nan}, "guidance_scale", "nan", "finite"),
     ({"guidance_scale": math.inf}, "guidance_scale", "inf", "finite"),
     ({"guidance_scale": -1}, "guidance_scale", "-1", "greater than or equal to 0"),

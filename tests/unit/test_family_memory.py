@@ -45,7 +45,7 @@ def test_a_step_is_traced(name):
     assert memory.needed(config) > predicted.total
     assert memory.fit(config, memory.needed(config)).fits
     assert memory.predict_decoding(config) is None
-    whole = memory.trace_of(config)
+    whole = trace.step(memory.alike(config), torch.float32)
     assert sum(unit.shard(1) for unit in whole.units) == predicted.parameters
     freed = {event.key for event in whole.events if event.what == "free"}
     assert freed < {event.key for event in whole.events if event.what == "alloc"}

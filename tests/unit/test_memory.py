@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
@@ -93,9 +94,9 @@ def test_a_chunk_that_can_be_decoded():
 
 
 def test_sharded_steps_leave_nothing_behind():
-    trace = memory.trace_of(medium(device="cuda"))
-    end = replay.play(trace, 3, offload=False, capacity=math.inf)
-    kept = trace.parameters.shard(3) + trace.units[0].shard(1)
+    steps = trace.step(memory.alike(medium(device="cuda")), torch.float16)
+    end = replay.play(steps, 3, offload=False, capacity=math.inf)
+    kept = steps.parameters.shard(3) + steps.units[0].shard(1)
     assert kept < end.allocated < 1.02 * kept
 
 

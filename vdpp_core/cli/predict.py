@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +18,13 @@ from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.family import OF_OTHERS, SVD, pipeline_class
+from vdpp_core.config.fields import CONFIGURATIONS
 from vdpp_core.config.run_config import COMMAND_DEFAULTS
 from vdpp_core.engine import preflight
 from vdpp_core.models import checkpoint
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import accuracy, memory, messages, planner, published, rates, schedule
-from vdpp_core.predict.rates import Link, Rates
+from vdpp_core.predict.rates import Link, Loading, Rates
 from vdpp_core.predict.replay import PARTS
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.run import Run
@@ -150,12 +151,14 @@ class Plan:
     tflops: Annotated[str | None, X] = None  # 1e12 operations per second of a rank, instead of --calibrate
     link_gb_per_s: Annotated[str | None, X] = None  # 1e9 bytes per second between ranks
     link_us: Annotated[str | None, X] = None  # microseconds per message between ranks; with --link-gb-per-s
+    host_gb_per_s: Annotated[str | None, X] = None  # 1e9 bytes per second at which an expert comes from host memory
+    disk_gb_per_s: Annotated[str | None, X] = None  # the same from disk
     every_s: Annotated[str | None, X] = None  # seconds between arrivals of samples; default: all arrive at the start
     poisson: Switch = False  # random arrivals with that mean; uses --seed
     top: Annotated[str, N] = "10"  # layouts to print; --json has all
 
     def __call__(self, *_: Any) -> None:
-        for axis in (*AXIS_NAMES, "fsdp", "fsdp_same_sample"):
+        for axis in (*AXIS_NAMES, "stage_ranks", "fsdp", "fsdp_same_sample", "swap", "swap_batch", "swap_gb_per_s"):
             if given := self.run.get(axis):
                 raise ConfigError(axis, given, "not in a plan, which looks for the layout")
         gpus = arguments.whole_number("gpus", self.gpus, most=planner.MOST_GPUS)
@@ -166,7 +169,7 @@ class Plan:
         arrivals = self._arrivals(config)
         arguments.quiet()
         planner.check(config, gpus, self.goal, capacity_gib)
-        known = self._rates(config, folder)
+        known = self._with_loading(self._rates(config, folder))
         modes = (self.run["guidance_mode"],) if "guidance_mode" in self.run else planner.MODES
         table = planner.advise(config, gpus, self.goal, known, capacity_gib, modes, arrivals=arrivals)
         if self.run.get("json"):
@@ -183,6 +186,8 @@ class Plan:
         print(f"predicted from {known}")
         print(table.attrs["decoding"] + " (--decode includes it)" * ("decode" not in self.run))
         _print_plan(table, top)
+        if "experts" in table.attrs:
+            _print_rivals(planner.rivals(table), self.goal, table.attrs["experts"])
 
     def _config(self, folder: Path | None) -> RunConfig:
         """What is planned, by default for the device that rates are known of."""
@@ -215,6 +220,12 @@ class Plan:
         beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
         return known.checked(accuracy.against_runs([folder, *beside], known))
 
+    def _with_loading(self, known: Rates) -> Rates:
+        """The rates, with how fast experts are loaded where that is given."""
+        given = {swap: number(f"{swap}_gb_per_s", getattr(self, f"{swap}_gb_per_s")) for swap in planner.SWAPS}
+        loading = {swap: Loading(value * 1e9) for swap, value in given.items() if value is not None}
+        return replace(known, swap={**known.swap, **loading})
+
     def _link(self) -> Link | None:
         gb_per_s, link_us = number("link_gb_per_s", self.link_gb_per_s), number("link_us", self.link_us)
         if gb_per_s is not None:
@@ -236,10 +247,11 @@ class Plan:
 
 def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
     """What is predicted: on a GPU unless --device says otherwise, with a model whose weights need not be here."""
-    is_svd = pipeline_class(flags.get("model_id"), bool(flags.keys() & set(OF_OTHERS))) == SVD
+    packaged = None if "model_id" in flags else CONFIGURATIONS.get(flags.get("model", ""))
+    is_svd = pipeline_class(packaged or flags.get("model_id"), bool(flags.keys() & set(OF_OTHERS))) == SVD
     if "image" in flags and is_svd:
         raise ConfigError("image", flags["image"], "not in a prediction, which is the same for all images")
-    weights = {"random_weights": True} if is_svd and flags.get("model") != "dummy" else {}
+    weights = {"random_weights": True} if packaged or (is_svd and flags.get("model") != "dummy") else {}
     given = {name: value for name, value in flags.items() if name not in ("random_weights", "decode")}
     if "decode" in flags:
         given = COMMAND_DEFAULTS["generate"] | given
@@ -249,11 +261,14 @@ def _predicted(flags: RunFlags, ranks: int, device: str = "cuda") -> RunConfig:
         checkpoint.check_guidance(config, execution)
         checkpoint.check_model(config, execution)
     else:
-        arguments.quiet()
-        config = preflight.complete(config, ranks)
+        from vdpp_core.models import pipelines  # takes seconds to import
+
+        config = pipelines.prompted(config)
+    arguments.quiet()
+    config = preflight.complete(config, ranks)
     if "decode" not in flags:
         return config
-    return config.replace(command="generate", decode=flags["decode"], random_weights=False)
+    return config.replace(command="generate", decode=flags["decode"], random_weights=bool(packaged))
 
 
 def _run_folder(name: str) -> Path:
@@ -279,3 +294,17 @@ def _print_plan(table: pd.DataFrame, top: int) -> None:
         print(f"no layout fits; the smallest needs {rest['needed_gib'].min():.4g} GiB per GPU")
     for reason in rest["reason"].unique():
         print(f"excluded: {', '.join(rest['layout'][rest['reason'] == reason])}: {reason}")
+
+
+def _print_rivals(rivals: pd.DataFrame, goal: str, experts: dict[str, int]) -> None:
+    """The best of each way to hold a model's experts, against the best of all."""
+    column = planner.GOALS[goal][0]
+    value, unit = COLUMNS[column].partition(" (")[0], "GiB" if column.endswith("_gib") else "s"
+    steps = ", ".join(f"{count} steps of {name}" for name, count in experts.items())
+    print(f"the model has experts ({steps}); the best of each way to hold them:")
+    for row in rivals.to_dict("records"):
+        if math.isnan(row["value"]):
+            print(f"  {row['way']}: fits nowhere; the smallest, {row['layout']}, {row['reason']}")
+            continue
+        best = "the best" if row["times_best"] == 1 else f"{row['times_best']:.3f} times the best"
+        print(f"  {row['way']}: {row['layout']}, {value} {row['value']:.4g} {unit}, {best}: {row['reason']}")

@@ -93,7 +93,7 @@ def configuration(flags: dict[str, Any], ranks: int, local_ranks: int) -> RunCon
     if config.model == "dummy":
         raise ConfigError("model", "dummy", "the official pipeline needs a spatio-temporal UNet: tiny, medium or svd")
     if not config.is_svd:
-        raise ConfigError("model_id", config.model_id, "not with peers: they are compared on Stable Video Diffusion")
+        raise ConfigError(*config.model_argument, "not with peers: they are compared on Stable Video Diffusion")
     if ranks < 2:
         raise ConfigError("world_size", ranks, "must be at least 2, or there is nothing to split")
     for name, most in (("total_steps", config.total_steps), ("num_frames", config.shape[2])):

@@ -24,8 +24,12 @@ def pipeline_class(model_id: str | None, of_others: bool) -> str:
     """
     if model_id is None:
         return SVD
-    index = _read(Path(model_id).expanduser() / INDEX) or _from_hub(model_id, INDEX)
-    return str(index.get("_class_name", "" if of_others else SVD))
+    return str(index(model_id).get("_class_name", "" if of_others else SVD))
+
+
+def index(model_id: str) -> dict[str, Any]:
+    """The index of a folder or of a model on the hub; empty where there is none or the hub cannot be reached."""
+    return _read(Path(model_id).expanduser() / INDEX) or _from_hub(model_id, INDEX)
 
 
 def experts(model_id: str) -> list[str]:

@@ -24,6 +24,11 @@ MODELS = {  # folder or hub name; None for models without files
     "experts": str(ASSETS / "experts"),
     "medium": None,
     "svd": "stabilityai/stable-video-diffusion-img2vid-xt",
+    "wan22": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+}
+CONFIGURATIONS = {  # the source with random weights, of models whose own would be downloaded
+    "svd": None,  # vdpp_core/models/architectures.py
+    "wan22": str(Path(__file__).parents[1] / "models" / "published" / "wan22"),  # sources: README.md beside it
 }
 
 
@@ -31,10 +36,11 @@ class Model(Frozen):
     """What is done, and with which model."""
 
     command: Literal["simulate", "benchmark", "generate"] = "benchmark"
-    model: Literal["dummy", "tiny", "experts", "medium", "svd"] = Field(
+    model: Literal["dummy", "tiny", "experts", "medium", "svd", "wan22"] = Field(
         default="tiny",
         description="dummy (checks the logic), tiny (a small SVD in the package), experts (the same with two UNets "
-        "that take turns), medium (137 M random parameters), svd (the published one)",
+        "that take turns), medium (137 M random parameters), svd (the published one), wan22 (Wan 2.2 A14B, which has "
+        "two transformers of 14 billion parameters)",
     )
     model_id: str | None = Field(
         default=None, min_length=1, description="folder or hub name of any diffusers video pipeline"
@@ -52,10 +58,15 @@ class Model(Frozen):
         return self
 
     @property
+    def model_argument(self) -> tuple[str, str]:
+        """The argument that names the model, and its value."""
+        return ("model", self.model) if self.model_id is None else ("model_id", self.model_id)
+
+    @property
     def source(self) -> str | None:
         """Folder or hub name of the pipeline; None where none is read: dummy, medium, and svd with random weights."""
-        if self.model_id is None and self.random_weights and self.model == "svd":
-            return None
+        if self.model_id is None and self.random_weights and self.model in CONFIGURATIONS:
+            return CONFIGURATIONS[self.model]
         return self.model_id or MODELS[self.model]
 
 

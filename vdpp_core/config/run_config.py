@@ -68,9 +68,6 @@ class RunConfig(
     def _consistent(self) -> RunConfig:
         if self.is_svd:
             self._check_svd()
-        has_encoders = self.model != "dummy" and not self.random_weights
-        if (self.image is not None or self.command == "generate") and not has_encoders:
-            raise ConfigError("model", self.model, "has no image encoders (dummy, random weights): use tiny or svd")
         makes = f"only with generate, {self.command} makes no videos"
         for name in ("compare_official", "manifest", "rows", "decode"):
             value = getattr(self, name)
@@ -99,6 +96,9 @@ class RunConfig(
         for name in family.OF_OTHERS:
             if value := getattr(self, name):
                 raise ConfigError(name, value, "Stable Video Diffusion takes none; it has flags of its own")
+        has_encoders = self.model != "dummy" and not self.random_weights
+        if (self.image is not None or self.command == "generate") and not has_encoders:
+            raise ConfigError("model", self.model, "has no image encoders (dummy, random weights): use tiny or svd")
 
     def _check_layout(self, parallel: Parallel) -> None:
         if parallel.pp > self.total_steps:
@@ -222,7 +222,7 @@ class RunConfig(
         """Name of the diffusers class that runs the model; "" where its files are missing and only they would say."""
         sized_twice = self.latent_shape is not None and any((self.num_frames, self.height, self.width))
         of_others = sized_twice or any(getattr(self, name) for name in family.OF_OTHERS)
-        return family.pipeline_class(self.model_id, of_others)
+        return family.pipeline_class(self.model_id or fields.CONFIGURATIONS.get(self.model), of_others)
 
     @property
     def is_svd(self) -> bool:

@@ -59,6 +59,21 @@ def split_at(segments: Sequence[int], stages: int, weights: Sequence[float] | No
     return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
+def ranks_for(segments: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Share ranks among segments of steps so that the largest number of steps per rank is as small as possible.
+
+    Raises:
+        ValueError: fewer ranks than segments.
+    """
+    if ranks < len(segments):
+        raise ValueError(f"ranks {ranks}: must be at least the number of segments, {len(segments)}")
+    shares = [1] * len(segments)
+    for _ in range(ranks - len(segments)):
+        busiest = max(range(len(segments)), key=lambda each: segments[each] / shares[each])
+        shares[busiest] += 1
+    return tuple(shares)
+
+
 def _in_proportion(total_steps: int, stages: int, speeds: Sequence[float], last_busy: float) -> list[int]:
     if len(speeds) != stages:
         raise ValueError(f"weights {speeds}: must have one number per stage, {stages} of them")

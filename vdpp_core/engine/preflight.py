@@ -39,7 +39,7 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
 
     denoisers = models.denoisers_on_meta(config, torch.float32)
     if odd := experts.different_shapes(denoisers):
-        raise ConfigError("model_id", config.source, odd)
+        raise ConfigError(*config.model_argument, odd)
     stage = Stage.around(config, denoisers, torch.device("cpu"), torch.float32, NoClock())
     shapes, served = set[tuple[int, ...]](), set[tuple[tuple[str, int], ...] | None]()
     for number in _different(config):
@@ -47,7 +47,7 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
             loop = _loop(stage, number, config)
             shapes.add(made := tuple(loop.latents.shape))
             if len(shapes) > 1:
-                raise ConfigError("model_id", config.source, f"makes latents {made}, and of other rows another shape")
+                raise ConfigError(*config.model_argument, f"makes latents {made}, and of other rows another shape")
             served.add(loop.experts if len(denoisers) > 1 else None)
             passes = loop.passes.calls * loop.passes.stacked
             if config.layout.cfg > 1 and passes != 2:
@@ -93,7 +93,7 @@ def _loop(stage: Stage, sample: int, config: RunConfig) -> Loop:
         return stage.loop(sample)
     except Exception as error:  # whatever a pipeline raises at arguments that it does not check
         words = f"{config.pipeline_class} refuses the run: {type(error).__name__}: {in_one_line(str(error))[:300]}"
-        raise ConfigError("model_id", config.source, words) from None
+        raise ConfigError(*config.model_argument, words) from None
 
 
 def check(config: RunConfig, local_ranks: int) -> Execution:
@@ -109,6 +109,9 @@ def check(config: RunConfig, local_ranks: int) -> Execution:
     devices.check_device(config, execution)
     devices.check_memory_options(config, execution)
     devices.check_dtype(config, execution)
+    if config.random_weights and not config.is_svd:
+        allowed = f"{config.model} can only be predicted without its weights: use memory or plan, or leave it out"
+        raise ConfigError("random_weights", True, allowed)
     if config.is_svd:
         checkpoint.check_model(config, execution)
     else:

@@ -60,7 +60,7 @@ def check_model(config: RunConfig, execution: Execution) -> None:
     """
     if config.source is None:
         return
-    argument = "model" if config.model_id is None else "model_id"
+    argument, _ = config.model_argument
     if "://" in config.source or redacted(config.source) != config.source:
         raise ConfigError(argument, config.source, "must be a folder or a hub name, no URL and no token")
     folder = Path(config.source)

@@ -58,13 +58,27 @@ class Experts(ModelMixin, ConfigMixin):
         lower = sum(float(timestep) < boundary for boundary in self.config.boundaries)
         return self.config.names[lower]
 
+    @property
+    def _first(self) -> Any:
+        return next(iter(self.experts.values()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the first expert's parameters."""
+        return self._first.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first expert's parameters."""
+        return self._first.device
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "experts":
+            if name in ("experts", "_first"):
                 raise
-            return getattr(next(iter(self.experts.values())), name)
+            return getattr(self._first, name)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Save all experts, and how they take turns."""

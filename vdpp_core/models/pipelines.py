@@ -16,7 +16,7 @@ from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemp
 from torch import nn
 
 from vdpp_core import models
-from vdpp_core.config import RunConfig
+from vdpp_core.config import RunConfig, family
 from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.models import svd, weights
 from vdpp_core.models.experts import Experts
@@ -130,7 +130,7 @@ def _named(config: RunConfig, name: str, library: str, kind: str) -> type:
         return getattr(importlib.import_module(library), kind)
     except (ImportError, AttributeError):
         allowed = f"must have parts of diffusers and transformers, not code of its own ({name}: {library}.{kind})"
-        raise ConfigError("model_id", config.source, allowed) from None
+        raise ConfigError(*config.model_argument, allowed) from None
 
 
 def shells(config: RunConfig) -> dict[str, nn.Module]:
@@ -214,24 +214,44 @@ def call_arguments(config: RunConfig) -> dict[str, Any]:
 SIZES = ("num_frames", "height", "width")
 
 
+def prompted(config: RunConfig) -> RunConfig:
+    """The run with an empty prompt where its pipeline takes one and none is given, which is enough for predictions."""
+    without = config.prompt is None and "prompt" in _parameters(config)
+    return config.replace(prompt="") if without else config
+
+
+def _parameters(config: RunConfig) -> dict[str, inspect.Parameter]:
+    """Name -> parameter of the pipeline's call.
+
+    Raises:
+        ConfigError: it is not known which pipeline that is, or diffusers has none of that name.
+    """
+    if not config.pipeline_class:
+        allowed = "must be the folder or hub name of a diffusers pipeline, of which model_index.json can be read"
+        raise ConfigError(*config.model_argument, allowed)
+    found = getattr(importlib.import_module("diffusers"), config.pipeline_class, None)
+    if found is None:
+        raise ConfigError(*config.model_argument, f"diffusers has no {config.pipeline_class}, which it names")
+    parameters = inspect.signature(found.__call__).parameters.items()
+    return {name: one for name, one in parameters if name != "self" and one.kind is not one.VAR_KEYWORD}
+
+
 def check(config: RunConfig) -> None:
     """Check that a run can call its pipeline.
 
     Raises:
         ConfigError: diffusers has no such pipeline, its call lacks something, or an argument is none of it.
     """
-    if not config.pipeline_class:
-        allowed = "must be the folder or hub name of a diffusers pipeline, of which model_index.json can be read"
-        raise ConfigError("model_id", config.source, allowed)
-    found = getattr(importlib.import_module("diffusers"), config.pipeline_class, None)
-    if found is None:
-        raise ConfigError("model_id", config.source, f"diffusers has no {config.pipeline_class}, which it names")
-    parameters = inspect.signature(found.__call__).parameters.items()
-    known = {name: one for name, one in parameters if name != "self" and one.kind is not one.VAR_KEYWORD}
+    if config.model_id is None and not config.random_weights and not family.index(str(config.source)):
+        allowed = "is not in the cache and the hub cannot be reached: download it where it can"
+        raise ConfigError("model", f"wan22 ({config.source})", f"{allowed}, or pass its folder with --model-id")
+    known = _parameters(config)
     if missing := [name for name in NEEDED if name not in known]:
         allowed = f"cannot be split by steps: the call of {config.pipeline_class} has no {', '.join(missing)}"
-        raise ConfigError("model_id", config.source, allowed)
+        raise ConfigError(*config.model_argument, allowed)
     for name in OF_SVD:
+        if name == "random_weights" and config.model_id is None:
+            continue  # the published configuration
         if (value := getattr(config, name)) != RunConfig.model_fields[name].default:
             instead = f": use --call {name}={value}" if name in known else ""
             raise ConfigError(name, value, f"only for Stable Video Diffusion, not {config.pipeline_class}{instead}")

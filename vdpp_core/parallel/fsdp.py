@@ -82,7 +82,7 @@ def materialise(
             elif target is not None:
                 target.copy_(rows[:])
         if absent := [name for name, target in lacking.items() if isinstance(target, DTensor)]:
-            raise ConfigError("model_id", config.source, f"must have all weights of {part}: {absent[0]} is missing")
+            raise ConfigError(*config.model_argument, f"must have all weights of {part}: {absent[0]} is missing")
 
 
 def _source(config: RunConfig, part: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:

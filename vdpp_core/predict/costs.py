@@ -39,7 +39,8 @@ class Cost:
 
 
 def cost(config: RunConfig, member: int | None = None) -> Cost:
-    """Cost of a step for one member of a lockstep group; a second or two for the published UNet.
+    """Cost of a step for one member of a lockstep group, of the stage with the largest; a second or two for the
+    published UNet.
 
     By default the largest cost of any member: the first one's share of the work, and halos for two neighbours where
     the frames are split that far. Sequential guidance passes cost as much as batched ones, with twice the exchanges.
@@ -47,30 +48,96 @@ def cost(config: RunConfig, member: int | None = None) -> Cost:
     Raises:
         ConfigError: the video is too large for the meta device.
     """
+    return max(per_stage(config, member), key=lambda cost: cost.flops)
+
+
+def per_stage(config: RunConfig, member: int | None = None) -> list[Cost]:
+    """`cost` of each stage or, where experts are swapped, with each expert. Of a stage with several experts, the mean
+    of its steps.
+
+    Raises:
+        ConfigError: the video is too large for the meta device.
+    """
+    layout = config.parallel or Parallel()
+    if config.experts is None:
+        return [_with_expert(config, None, layout.shards_of(0), member)] * layout.pp
+    if config.swap is not None:
+        return [_with_expert(config, name, 1, member) for name, _ in config.experts]
+    config = config.replace(parallel=layout)
+    return [
+        _mean(
+            [_with_expert(config, name, layout.shards_of(stage), member) for name, _ in parts],
+            [len(own) for _, own in parts],
+        )
+        for stage, steps in enumerate(config.stages())
+        for parts in (config.segments(steps),)
+    ]
+
+
+def _with_expert(config: RunConfig, name: str | None, shards: int, member: int | None) -> Cost:
+    """Cost of a step in which an expert, or the only denoiser, is called."""
     alike = memory.alike(config.replace(guidance_mode="batched", forward_chunking=False, enable_memory_opt=False))
     with memory.countable(config):
-        flops, counted, exchanges = _counted(alike, resolve(config).dtype, member or 0)
+        flops, counted, exchanges = _counted(alike, resolve(config).dtype, member or 0, name)
     sent = dict(counted)
     if member is None and (config.parallel or Parallel()).frames > 2 and "halo" in sent:
         sent["halo"] *= 2
-    return Cost(flops, sent, config.calls_per_step * exchanges, *gathering(config))
+    return Cost(flops, sent, config.calls_per_step * exchanges, *gathering(config, shards, name))
 
 
-def gathering(config: RunConfig) -> tuple[int, int]:
+def _mean(costs: list[Cost], steps: list[int]) -> Cost:
+    if len(costs) == 1:
+        return costs[0]
+
+    def of(values: list[int]) -> int:
+        return sum(value * share for value, share in zip(values, steps, strict=True)) // sum(steps)
+
+    kinds = {kind for cost in costs for kind in cost.sent}
+    return Cost(
+        of([cost.flops for cost in costs]),
+        {kind: of([cost.sent.get(kind, 0) for cost in costs]) for kind in sorted(kinds)},
+        *(of([getattr(cost, name) for cost in costs]) for name in ("exchanges", "gathered", "gathers")),
+    )
+
+
+def gathering(config: RunConfig, shards: int | None = None, name: str | None = None) -> tuple[int, int]:
     """Bytes of parameters that a rank gathers in a step with FSDP, and the number of all-gathers.
 
     (N−1)/N of the parameters per pass (ZeRO stage 3, Rajbhandari et al. 2020).
+
+    Args:
+        shards: by default those of the stage with most ranks.
+        name: of the denoiser that is called, if not all are.
     """
-    shards = (config.parallel or Parallel()).shards
+    shards = (config.parallel or Parallel()).shards if shards is None else shards
     if shards == 1:
         return 0, 0
-    whole, pieces = _units(config.model, config.model_id, resolve(config).dtype)
+    units = _units(config.model, config.model_id, resolve(config).dtype)
+    whole, pieces = map(sum, zip(*(units.values() if name is None else [units[name]]), strict=True))
     return config.calls_per_step * whole * (shards - 1) // shards, config.calls_per_step * pieces
 
 
 def parameters(config: RunConfig) -> int:
     """Bytes of the denoisers' parameters."""
-    return _units(config.model, config.model_id, resolve(config).dtype)[0]
+    return sum(experts(config).values())
+
+
+def experts(config: RunConfig) -> dict[str, int]:
+    """Denoiser -> bytes of its parameters."""
+    found = _units(config.model, config.model_id, resolve(config).dtype)
+    return {name: whole for name, (whole, _) in found.items()}
+
+
+def held(config: RunConfig) -> int:
+    """Bytes of the parameters that a rank of the fullest stage has at once."""
+    layout, sizes = config.parallel or Parallel(), experts(config)
+    if config.swap is not None:
+        return max(sizes.values())
+    if config.experts is None:
+        return sum(sizes.values()) // layout.shards
+    config = config.replace(parallel=layout)
+    stages = ((config.experts_of(stage) or (), layout.shards_of(stage)) for stage in range(layout.pp))
+    return max(sum(sizes[name] for name in names) // shards for names, shards in stages)
 
 
 def sent_by_all(config: RunConfig) -> dict[str, int]:
@@ -125,28 +192,32 @@ def _any_size(model: str, model_id: str | None) -> RunConfig:
 
 
 @functools.lru_cache(maxsize=8)
-def _units(model: str, model_id: str | None, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of the denoisers' parameters, and the number of units that FSDP gathers, the roots included."""
-    denoisers = models.denoisers_on_meta(_any_size(model, model_id), dtype).values()
-    whole = sum(parameter.nbytes for denoiser in denoisers for parameter in denoiser.parameters())
-    return whole, sum(1 + len(units(denoiser)) for denoiser in denoisers)
+def _units(model: str, model_id: str | None, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """Denoiser -> bytes of its parameters, and the number of units that FSDP gathers, the root included."""
+    return {
+        name: (sum(parameter.nbytes for parameter in denoiser.parameters()), 1 + len(units(denoiser)))
+        for name, denoiser in models.denoisers_on_meta(_any_size(model, model_id), dtype).items()
+    }
 
 
 @functools.lru_cache(maxsize=256)
-def _counted(config: RunConfig, dtype: torch.dtype, member: int) -> tuple[int, Counter[str], int]:
-    """Operations of a step; kind -> bytes sent in it; the number of exchanges."""
+def _counted(
+    config: RunConfig, dtype: torch.dtype, member: int, expert: str | None = None
+) -> tuple[int, Counter[str], int]:
+    """Operations of a step, one of an expert's; kind -> bytes sent in it; the number of exchanges."""
+    first = next(steps.start for name, steps in config.segments(range(config.total_steps)) if name == expert)
     denoisers, calls = models.denoisers_on_meta(config, dtype), trace.passes(config, dtype).calls
     rehearsed = [trace.rehearse(denoiser, config.layout, member, calls) for denoiser in denoisers.values()]
     groups = [group for each in rehearsed for group in each.values()]
     stage = trace.before_step(config, denoisers, dtype, trace.Marks([]))
     with trace.Remembering():
         if calls > 1:  # in the first step, both ranks compute both calls
-            stage.denoise(0, range(1), None)
+            stage.denoise(0, range(first, first + 1), None)
             for group in groups:
                 group.sent.clear()
                 group.exchanges = 0
         with FlopCounterMode(display=False) as counter:
-            stage.denoise(0, range(1), None)
+            stage.denoise(0, range(first, first + 1), None)
     sent: Counter[str] = Counter()
     for group in groups:
         for (_, kind), count in group.sent.items():

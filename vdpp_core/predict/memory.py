@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, in_one_line
@@ -35,16 +35,35 @@ CALL = ("prompt", "negative_prompt", "image", "call", "num_frames", "height", "w
 
 
 def predict(config: RunConfig) -> Peak:
-    """Peak memory of a rank's denoising step. About a second for the published UNet, once for each shape and mode.
+    """Peak memory of a denoising step, on a rank of the stage that needs most. About a second for the published UNet,
+    once for each shape and mode.
 
-    With `--decode as-ready`, of the last stage: it decodes between its steps, and always holds the VAE.
+    With `--decode as-ready`, the last stage decodes between its steps, and always holds the VAE.
 
     Counts everything that PyTorch's operators allocate, but no workspaces inside kernels (cuDNN, oneDNN).
 
     Raises:
         ConfigError: the video is too large for the meta device.
     """
-    return peak(trace_of(config), _shards(config), config.fsdp_cpu_offload)
+    return max(_peaks(config).values(), key=lambda peak: peak.total)
+
+
+def per_stage(config: RunConfig) -> list[Peak]:
+    """`predict` for a rank of each stage. Stages differ where they hold different experts, encoders or the VAE.
+
+    Raises:
+        ConfigError: the video is too large for the meta device.
+    """
+    found = _peaks(config)
+    return [found[_kind(config, stage)] for stage in range((config.parallel or Parallel()).pp)]
+
+
+def _peaks(config: RunConfig) -> dict[Kind, Peak]:
+    offload = config.fsdp_cpu_offload
+    return {
+        kind: max((peak(trace, shards, offload) for trace, shards in held), key=lambda peak: peak.total)
+        for kind, held in _traces(config).items()
+    }
 
 
 def predict_decoding(config: RunConfig) -> Peak | None:
@@ -125,6 +144,7 @@ def report(config: RunConfig, capacity_gib: float | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         **expected.in_gb(),
         "peak_layer": expected.layer,
+        "peak_gb_per_stage": [each.total / 1e9 for each in per_stage(config)],
         "largest_unit": expected.largest_unit.name,
         "largest_unit_gb": expected.largest_unit.shard(1) / 1e9,
         "decoding_peak_gb": decoding and decoding.total / 1e9,
@@ -253,13 +273,9 @@ def _frames_that_fit(config: RunConfig, capacity: float) -> int | None:
     return next((count for count in (guess, guess - 1) if count >= 1 and fit(of(count), capacity).fits), None)
 
 
-def _shards(config: RunConfig) -> int:
-    return config.parallel.shards if config.parallel else 1
-
-
 def _phases(config: RunConfig) -> list[tuple[trace.Trace, int, bool]]:
-    """The phases of a rank: trace, shards, whether the shards are offloaded."""
-    phases = [(trace_of(config), _shards(config), config.fsdp_cpu_offload)]
+    """The phases of all ranks: trace, shards, whether the shards are offloaded."""
+    phases = [(*held, config.fsdp_cpu_offload) for kind in _traces(config).values() for held in kind]
     if config.command == "generate" and config.is_svd and config.decode == "at-end":
         phases.append((_decoding(config), 1, False))
     return phases
@@ -270,23 +286,46 @@ def _decoding(config: RunConfig) -> trace.Trace:
         return trace.decoding(alike(config).replace(decode_chunk_size=config.decode_chunk_size), resolve(config).dtype)
 
 
-def trace_of(config: RunConfig) -> trace.Trace:
-    """Allocations of the rank that needs most in a step. The first stage of a manifest's run keeps the encoders; with
-    `--decode as-ready`, the last one decodes a sample after it.
+class Kind(NamedTuple):
+    """What the memory of a stage's ranks depends on."""
+
+    shards: int
+    encodes: bool
+    decodes: bool
+    experts: tuple[str, ...] | None
+
+
+def _kind(config: RunConfig, stage: int) -> Kind:
+    layout = config.parallel or Parallel()
+    encodes = config.rows is not None and stage == 0
+    decodes = config.decode == "as-ready" and config.is_svd and stage == layout.pp - 1
+    names = None if config.experts is None else config.replace(parallel=layout).experts_of(stage)
+    return Kind(layout.shards_of(stage), encodes, decodes, names)
+
+
+def _traces(config: RunConfig) -> dict[Kind, list[tuple[trace.Trace, int]]]:
+    """Kind of stage -> the allocations of its ranks in a step, and their shards; several where experts are swapped.
+
+    The first stage of a manifest's run keeps the encoders; with `--decode as-ready`, the last one decodes a sample
+    after its steps.
 
     Raises:
         ConfigError: the video is too large for the meta device.
     """
-    dtype = resolve(config).dtype
-    with countable(config):
-        step = first = trace.step(alike(config), dtype)
-        if config.rows is not None:
-            first = step.beside(trace.encoders(config.of_sample(0), alike(config), dtype))
-    if config.decode == "at-end" or not config.is_svd:
-        return first
-    last = step if config.parallel and config.parallel.pp > 1 else first
-    ends = first, last.then(_decoding(config))
-    return max(ends, key=lambda trace: peak(trace, _shards(config), config.fsdp_cpu_offload).total)
+    dtype, pp = resolve(config).dtype, (config.parallel or Parallel()).pp
+    found: dict[Kind, list[tuple[trace.Trace, int]]] = {}
+    for stage in range(pp) if config.experts else {0, pp - 1}:
+        kind = _kind(config, stage)
+        if kind in found:
+            continue
+        with countable(config):
+            at_once = [kind.experts] if config.swap is None else [(name,) for name in kind.experts or ()]
+            steps = [trace.step(alike(config), dtype, each) for each in at_once]
+            if kind.encodes:
+                resident = trace.encoders(config.of_sample(0), alike(config), dtype)
+                steps = [step.beside(resident) for step in steps]
+        found[kind] = [(step.then(_decoding(config)) if kind.decodes else step, kind.shards) for step in steps]
+    return found
 
 
 @contextmanager
@@ -300,7 +339,7 @@ def countable(config: RunConfig) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if not config.is_svd:
             words = f"cannot be predicted on {config.layout}: {in_one_line(str(error))[:200]}"
-            raise ConfigError("model_id", config.source, words) from None
+            raise ConfigError(*config.model_argument, words) from None
         if not isinstance(error, RuntimeError):
             raise
         raise ConfigError("latent_shape", config.shape, f"is too large to be counted ({error})") from None
@@ -313,10 +352,12 @@ def alike(config: RunConfig) -> RunConfig:
         config, fields = config.of_sample(0), [*fields, *CALL]
     mode = {"guidance_mode": "sequential" if config.sequential else "batched", "forward_chunking": config.chunked}
     lockstep = Parallel(**(config.parallel or Parallel()).lockstep_sizes)
+    if config.experts is not None:  # which steps are whose depends on their number
+        fields = [*fields, "total_steps", "experts"]
     kept = {name: getattr(config, name) for name in fields}
     return RunConfig(
         parallel=lockstep,
-        random_weights=config.is_svd,
+        random_weights=config.is_svd or config.model_id is None,
         latent_shape=config.shape,
         **mode,
         **kept,

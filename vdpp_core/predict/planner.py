@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXES, AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
+from vdpp_core.config.steps import ranks_for
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import costs, memory, rates
 from vdpp_core.predict.costs import Cost
@@ -52,6 +53,7 @@ NUMBERS = [
     "peak_gib",
     "needed_gib",
 ]
+SWAPS = ("host", "disk")
 MODES = get_args(RunConfig.model_fields["guidance_mode"].annotation)
 
 
@@ -67,12 +69,13 @@ def advise(
 ) -> pd.DataFrame:
     """Rank every layout on up to `gpus` GPUs: the best first, excluded ones last.
 
-    Columns: `place` (1 is best, missing where the layout is excluded), `layout`, the axes and `fsdp`, `gpus`,
-    `guidance` (the first mode that fits), `latency_s` and `response_s` (means; the latter from a sample's arrival to
-    its end), `longest_interval_s`, `makespan_s`, `time_to_first_video_s` (missing where no time of decoding is known),
-    `samples_per_s`, `utilisation` (mean over the ranks, 0 to 1), `peak_gib`, `needed_gib` (peak and allowances),
-    `reason`. `attrs`: the goal, whether samples arrive `one_by_one`, how `decoding` is included, source and error of
-    the rates.
+    Columns: `place` (1 is best, missing where the layout is excluded), `layout`, the axes and `fsdp`, `stage_ranks`,
+    `swap` and `swap_batch` (see `RunConfig`), `gpus`, `guidance` (the first mode that fits), `latency_s` and
+    `response_s` (means; the latter from a sample's arrival to its end), `longest_interval_s`, `makespan_s`,
+    `time_to_first_video_s` (missing where no time of decoding is known), `samples_per_s`, `utilisation` (mean over the
+    ranks, 0 to 1), `peak_gib`, `needed_gib` (peak and allowances), `reason`. `attrs`: the goal, whether samples arrive
+    `one_by_one`, how `decoding` is included, source and error of the rates, and the steps of each of the `experts`,
+    where the model has several.
 
     Args:
         goal: a key of GOALS.
@@ -95,16 +98,19 @@ def advise(
         modes = tuple(reversed(modes))
     if not config.is_svd:
         modes = MODES[:1]  # whether the passes share a batch is up to the pipeline
-    bar = tqdm(list(layouts(gpus)), desc="layouts", leave=False, disable=None)
+    bar = tqdm(list(candidates(config, gpus)), desc="layouts", leave=False, disable=None)
     rows: list[dict[str, Any]] = []
-    fit_whole: set[tuple[int, ...]] = set()  # the lockstep sizes, which decide a rank's memory without sharding
-    for layout in bar:
-        if layout.fsdp and goal != "memory" and tuple(layout.lockstep_sizes.values()) in fit_whole:
-            rows.append(_excluded(layout, "fits without sharding, which would only slow it down"))
+    fit_whole: set[tuple[Any, ...]] = set()  # lockstep sizes and experts held: they decide a rank's memory
+    for way in bar:
+        whole = Way(Parallel(**(way.layout.model_dump() | {"fsdp": False})))
+        memory_key = tuple(way.layout.lockstep_sizes.values()), whole.parameters(config)
+        if (way.layout.fsdp or way.swap) and goal != "memory" and memory_key in fit_whole:
+            saving = "sharding" if way.layout.fsdp else "swapping"
+            rows.append(_excluded(way, f"fits without {saving}, which would only slow it down"))
             continue
-        rows.append(_row(config, layout, known, capacity_gib, modes, predictor, arrivals))
-        if rows[-1]["fits"] and not layout.fsdp:
-            fit_whole.add(tuple(layout.lockstep_sizes.values()))
+        rows.append(_row(config, way, known, capacity_gib, modes, predictor, arrivals))
+        if rows[-1]["fits"] and way == whole:
+            fit_whole.add(memory_key)
     table = pd.DataFrame(rows)
     one_by_one = bool(np.any(arrivals))
     order = [*GOALS[goal], "gpus", "fsdp", "needed_gib"]
@@ -116,6 +122,8 @@ def advise(
     table.insert(0, "place", pd.Series(range(1, len(fitting) + 1), dtype="Int64").reindex(table.index))
     table.attrs = {"goal": goal, "source": str(known), "error": known.error, "one_by_one": one_by_one}
     table.attrs["decoding"] = _decoding(config, known)
+    if config.experts is not None and len(config.experts) > 1:
+        table.attrs["experts"] = dict(config.experts)
     return table
 
 
@@ -127,6 +135,34 @@ def _decoding(config: RunConfig, known: Rates) -> str:
         return "decoding is not included in the times: how long it takes is not known"
     where = "by the last stage between its samples" if config.decode == "as-ready" else "after all denoising"
     return f"decoding is included: {seconds:.3g} s for each sample, {where}"
+
+
+def rivals(table: pd.DataFrame) -> pd.DataFrame:
+    """The best row of `advise` for each way of holding a model's experts: the best way first, those that fit nowhere
+    last.
+
+    Columns: `way` in words, `layout`, `value` (of the goal's column), `times_best` (1 for the best), `needed_gib` (of a
+    way that fits nowhere, the least), `reason`.
+    """
+    column, rows = GOALS[table.attrs["goal"]][0], []
+    for way, own in table.groupby(table.apply(_way, axis=1), sort=False):
+        ranked = own if own["place"].notna().any() else own.sort_values("needed_gib", kind="stable")
+        row = ranked.to_dict("records")[0]
+        rows.append(
+            {"way": way, "value": row[column]} | {name: row[name] for name in ("layout", "needed_gib", "reason")}
+        )
+    found = pd.DataFrame(rows).sort_values("value", kind="stable", ignore_index=True)
+    found.insert(3, "times_best", found["value"] / found["value"].min())
+    return found
+
+
+def _way(row: pd.Series) -> str:
+    """How the ranks of a layout hold the experts."""
+    if row["swap"]:
+        return f"one expert at a time, from {row['swap']}" + ", samples batched" * (row["swap_batch"] > 1)
+    if row["pp"] > 1:
+        return "step pipeline" + ", sharded" * row["fsdp"]
+    return "all experts on every rank" + ", sharded" * row["fsdp"]
 
 
 def look(
@@ -143,7 +179,7 @@ def look(
 
     The arguments are those of `advise`; `chosen` is the layout to show.
     """
-    table = pd.DataFrame(columns=["place", *_excluded(chosen, "")])
+    table = pd.DataFrame(columns=["place", *_excluded(Way(chosen), "")])
     try:
         table = advise(config, gpus, goal, known, capacity_gib, predictor=predictor, arrivals=arrivals)
         if chosen.world_size > gpus:
@@ -152,10 +188,57 @@ def look(
             raise ConfigError("fsdp", True, "needs at least two ranks per stage to share the parameters")
         mode = table["guidance"][table["layout"] == str(chosen)].item()
         config = config.replace(parallel=chosen, guidance_mode=mode if mode in MODES else MODES[0])
-        cost = predictor.cost(config)
+        cost = predictor.per_stage(config)
         return table, rates.predict_schedule(rates.balanced(config, cost, known), cost, known, arrivals).spans()
     except ConfigError as error:
         return table, str(error)
+
+
+class Way(NamedTuple):
+    """A layout and, where its ranks hold one expert at a time, where they load the next from, and how often."""
+
+    layout: Parallel
+    swap: str | None = None
+    batch: int = 1
+
+    def __str__(self) -> str:
+        if self.swap is None:
+            return str(self.layout)
+        return f"{self.layout} swap {self.swap}" + (f" batch {self.batch}" if self.batch > 1 else "")
+
+    def of(self, config: RunConfig) -> RunConfig:
+        """A run's configuration, executed in this way.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        split = config.split if self.layout.pp > 1 else None
+        how = {"parallel": self.layout, "swap": self.swap, "swap_batch": self.batch, "split": split}
+        return config.replace(**how, fsdp_same_sample=False)
+
+    def parameters(self, config: RunConfig) -> int:
+        """Bytes of the parameters that the fullest rank holds; of the whole model where it cannot be run like this."""
+        try:
+            return costs.held(self.of(config))
+        except ConfigError:
+            return costs.parameters(config)
+
+
+def candidates(config: RunConfig, gpus: int) -> Iterator[Way]:
+    """All ways to run on up to `gpus` GPUs: every layout and, for a model with experts, stages with ranks in proportion
+    to their steps, and replicas that swap experts, for each sample or once for all of their samples."""
+    yield from map(Way, layouts(gpus))
+    sizes = [count for _, count in config.experts or ()]
+    if len(sizes) < 2:
+        return
+    for layout in [layout for layout in layouts(gpus) if layout.dp == layout.pp == 1 and not layout.fsdp]:
+        for groups in range(len(sizes), gpus // layout.lockstep + 1):
+            if len(set(shares := ranks_for(sizes, groups))) > 1:
+                for fsdp in (False, True):
+                    yield Way(Parallel(**layout.sizes | {"pp": len(sizes)}, stage_ranks=shares, fsdp=fsdp))
+    for layout in [layout for layout in layouts(gpus) if layout.pp == 1 and not layout.fsdp]:
+        for batch in dict.fromkeys((1, math.ceil(config.num_samples / layout.dp))):
+            yield from (Way(layout, swap, batch) for swap in SWAPS)
 
 
 def layouts(gpus: int) -> Iterator[Parallel]:
@@ -189,6 +272,8 @@ def check(config: RunConfig, gpus: int, goal: str, capacity_gib: float | None) -
         return
     memory.check_capacity(capacity_gib)
     least = costs.parameters(config) / gpus / GIB
+    if config.experts is not None:  # one at a time, or one in each stage
+        least = min(least, max(costs.experts(config).values()) / GIB)
     if capacity_gib <= least and not config.fsdp_cpu_offload:
         allowed = f"must be above the parameters of a rank, {least:.3f} GiB when sharded over {gpus} GPUs"
         raise ConfigError("capacity_gib", capacity_gib, allowed)
@@ -196,18 +281,18 @@ def check(config: RunConfig, gpus: int, goal: str, capacity_gib: float | None) -
 
 def _row(
     config: RunConfig,
-    layout: Parallel,
+    way: Way,
     known: Rates,
     capacity_gib: float | None,
     modes: tuple[str, ...],
     predictor: Predictor,
     arrivals: ArrayLike,
 ) -> dict[str, Any]:
-    row = _excluded(layout, "")
+    row, layout = _excluded(way, ""), way.layout
     if layout.dp > config.num_samples and not layout.fsdp:
         return row | {"reason": f"more replicas than samples ({config.num_samples})"}
     try:
-        whole = config.replace(parallel=layout, fsdp_same_sample=False)
+        whole = way.of(config)
     except ConfigError as error:
         return row | {"reason": str(error)}
     guided = config.is_svd and config.guidance_passes > layout.cfg
@@ -226,14 +311,16 @@ def _row(
             break
     else:
         return row | {"reason": _too_large(candidate, room, capacity_gib or 0.0)}
-    cost = predictor.cost(candidate)
+    cost = predictor.per_stage(candidate)
     candidate = rates.balanced(candidate, cost, known)
     planned = rates.predict_schedule(candidate, cost, known, arrivals)
     return row | times(planned) | {"reason": _why(candidate, cost, known, planned)}
 
 
-def _excluded(layout: Parallel, reason: str) -> dict[str, Any]:
-    words = {"layout": str(layout), **layout.model_dump(), "gpus": layout.world_size, "guidance": "", "reason": reason}
+def _excluded(way: Way, reason: str) -> dict[str, Any]:
+    layout = way.layout
+    words = {"layout": str(way), **layout.model_dump(), "swap": way.swap or "", "swap_batch": way.batch}
+    words |= {"gpus": layout.world_size, "guidance": "", "reason": reason}
     return {**words, "fits": False, **dict.fromkeys(NUMBERS, math.nan)}
 
 
@@ -251,9 +338,10 @@ def times(planned: Schedule) -> dict[str, float]:
     }
 
 
-def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
+def _why(config: RunConfig, stages: Sequence[Cost], known: Rates, planned: Schedule) -> str:
     """How a layout splits the work, and what that costs."""
-    layout, words = config.layout, []
+    layout, words = config.layout, _experts_in_words(config, known, planned)
+    cost = max(stages, key=lambda each: each.flops)
     if layout.frames > 1:
         words.append(f"each rank computes {_share(config)}")
     if layout.cfg > 1:
@@ -282,6 +370,34 @@ def _why(config: RunConfig, cost: Cost, known: Rates, planned: Schedule) -> str:
     return "; ".join(words) or "no communication"
 
 
+def _experts_in_words(config: RunConfig, known: Rates, planned: Schedule) -> list[str]:
+    """Which experts the ranks hold, and what loading them costs."""
+    if config.experts is None or len(config.experts) < 2:
+        return []
+    layout, held = config.layout, f"{costs.held(config) / 1e9:.3g}"
+    total = f"{costs.parameters(config) / 1e9:.3g} GB of parameters"
+    if config.swap is not None:
+        loading = sum(span.busy for span in planned.swaps) / layout.world_size / planned.finished_s.max()
+        each = f"{rates.swap_s(config, known):.3g} s each ({known.swap[config.swap]})"
+        often = (
+            "an expert twice per video"
+            if config.swap_batch == 1
+            else f"each expert once per {config.swap_batch} videos"
+        )
+        return [f"holds {held} of {total} at a time, loads {often}, {each}: {loading:.1%} of the time"]
+    if layout.pp == 1:
+        return [f"every rank holds both experts, {held} GB" + (f" of {total}" if layout.fsdp else "")]
+    if any(len(config.experts_of(stage) or ()) > 1 for stage in range(layout.pp)):
+        return [f"a stage holds {held} of {total}"]
+    each = ", ".join(
+        f"{copies} rank{'s' * (copies > 1)} for {len(steps)} steps"
+        for copies, steps in zip(layout.copies, config.stages(), strict=True)
+    )
+    return [f"each stage holds one expert, {held} of {total}, and loads none"] + [each] * (
+        layout.stage_ranks is not None
+    )
+
+
 def _share(config: RunConfig) -> str:
     """What a rank computes of a video whose frames or tokens are split."""
     ranks, frames = config.layout.frames, config.shape[2]
@@ -291,7 +407,7 @@ def _share(config: RunConfig) -> str:
 def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
     layout = config.layout
     words = f"needs {room.needed / GIB:.4g} GiB, {capacity_gib * (1 - SPARE):.4g} of {capacity_gib:g} GiB usable"
-    own = costs.parameters(config) / layout.shards
+    own = costs.held(config)
     if own > room.needed / 2:
         return f"{words}: mostly parameters" + (
             f", sharded {layout.shards} ways" if layout.shards > 1 else ", unsharded"
@@ -303,5 +419,7 @@ def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
     if layout.shards > 1:
         return f"{words}: sharding does not reduce the activations"
     if layout.world_size > 1:
+        if config.experts is not None and layout.pp > 1:
+            return f"{words}: a stage's expert and all activations"
         return f"{words}: every rank holds the UNet and all activations; splitting steps or samples saves no memory"
     return f"{words}: all parameters and activations on one GPU"

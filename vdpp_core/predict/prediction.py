@@ -20,6 +20,8 @@ def record(folder: Path) -> None:
     run = Run(folder)
     if run.prediction is None:
         found: dict[str, Any] = {"memory": memory.predict(run.config).in_gb()}
+        if run.config.experts is not None:
+            found["peak_memory_gb_per_stage"] = [peak.total / 1e9 for peak in memory.per_stage(run.config)]
         runfolder.write_prediction(folder, found)  # at once: a short run may end before the rest is known
         if run.config.layout.pp > 1 and run.config.rows is None:  # what a row's encoders return travels with it
             found |= {"solver": messages.of(run.config).solver, "handoff_bytes_per_rank": messages.per_rank(run.config)}

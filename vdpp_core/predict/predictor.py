@@ -58,7 +58,8 @@ class Predictor:
     def __init__(self, fitted_to: RunConfig | None = None) -> None:
         self.rooms: dict[tuple[Any, ...], Room] = {}
         has_layers = fitted_to is not None and fitted_to.is_svd and fitted_to.model != "dummy"
-        self.fit = _Fit(fitted_to) if fitted_to is not None and has_layers else None
+        one_unet = has_layers and fitted_to is not None and not fitted_to.svd_experts
+        self.fit = _Fit(fitted_to) if fitted_to is not None and one_unet else None
 
     def cost(self, config: RunConfig) -> Cost:
         """Operations and bytes of a step, on the rank with the largest share of the work.
@@ -67,6 +68,16 @@ class Predictor:
             ConfigError: the video is too large for the meta device.
         """
         return self.fit.cost(config) if self.fit and self.fit.covers(config) else costs.cost(config)
+
+    def per_stage(self, config: RunConfig) -> list[Cost]:
+        """`cost` of each stage; see `costs.per_stage`.
+
+        Raises:
+            ConfigError: the video is too large for the meta device.
+        """
+        if self.fit and self.fit.covers(config):
+            return [self.fit.cost(config)] * config.layout.pp
+        return costs.per_stage(config)
 
     def room(self, config: RunConfig) -> Room:
         """Memory of a rank in bytes. What the encoders made of further samples is in host memory and adds nothing.
@@ -79,7 +90,8 @@ class Predictor:
 
     def _counted(self, config: RunConfig) -> Room:
         decoding = config.command, config.decode, config.decode_chunk_size
-        key = memory.alike(config), config.layout.shards, config.fsdp_cpu_offload, decoding
+        stages = None if config.experts is None else (config.layout, config.split, config.stage_weights, config.swap)
+        key = memory.alike(config), config.layout.shards, config.fsdp_cpu_offload, decoding, stages
         if key not in self.rooms:
             self.rooms[key] = _count(config)
         return self.rooms[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from vdpp_core.predict import costs, messages, schedule
 from vdpp_core.predict.checked_arguments import checked_dataclass
 from vdpp_core.predict.costs import Cost
 from vdpp_core.predict.schedule import Schedule, Seconds
+from vdpp_core.runs import event_types as kinds
 from vdpp_core.runs import files, machine, other_runs, results, runfolder
 from vdpp_core.runs.event_types import Event
 from vdpp_core.runs.metrics import Array, Span
@@ -66,11 +67,41 @@ class Link:
 
 
 @checked_dataclass
+class Loading:
+    """How an expert gets onto a rank's device.
+
+    Attributes:
+        bytes_per_s: of its parameters.
+        source: where this is from, in words.
+
+    Raises:
+        ConfigError: nothing is loaded in a second.
+    """
+
+    bytes_per_s: float
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s >= 1:
+            raise ConfigError("swap_gb_per_s", self.bytes_per_s / 1e9, "must be at least 1e-9")
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:.3g} GB/s, {self.source}"
+
+
+ASSUMED_LOADING = {  # where an expert is loaded from -> how fast, where nothing was measured or given
+    "host": Loading(25e9, "assumed: PCIe 4.0 × 16"),
+    "disk": Loading(3e9, "assumed: an NVMe drive"),
+}
+
+
+@checked_dataclass
 class Rates:
     """What a rank computes per second, and its link to other ranks.
 
     Attributes:
         flops_per_s: floating-point operations per second of a rank that is alone.
+        swap: where from ("host", "disk") -> bytes per second of an expert's parameters that a rank loads.
         source: where the rate is from, in words.
         on: the published row or the run it is calibrated on.
         setting: model, hardware, type and threads of that run.
@@ -91,6 +122,7 @@ class Rates:
     cores: Annotated[float, Field(gt=0)] | None = None
     slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     decode_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    swap: Mapping[str, Loading] = field(default_factory=lambda: dict(ASSUMED_LOADING))
     error: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +160,7 @@ def shared(config: RunConfig, rates: Rates) -> Rates:
     if rates.cores is None:
         return rates
     layout = config.parallel or Parallel()
-    at_once = layout.lockstep * min(layout.dp * layout.pp, config.num_samples)
+    at_once = layout.lockstep * min(layout.dp * layout.groups, config.num_samples)
     if config.fsdp_same_sample:
         at_once = layout.world_size
     return replace(rates, flops_per_s=rates.flops_per_s * min(1.0, rates.cores / at_once))
@@ -139,16 +171,25 @@ def hop_s(config: RunConfig, rates: Rates) -> float:
     return rates.link.seconds(messages.largest(config))
 
 
+def swap_s(config: RunConfig, rates: Rates) -> float:
+    """Seconds for an expert to take the place of another on a rank; 0 where none does."""
+    if config.swap is None:
+        return 0.0
+    limit = math.inf if config.swap_gb_per_s is None else config.swap_gb_per_s * 1e9
+    return costs.held(config) / min(rates.swap[config.swap].bytes_per_s, limit)
+
+
 def decode_s(config: RunConfig, rates: Rates) -> float:
     """Seconds to decode a sample: in proportion to the size of its latents. 0 where that is not known, or not done."""
     return rates.decode_s * math.prod(config.shape) if config.command == "generate" else 0.0
 
 
-def balanced(config: RunConfig, cost: Cost, rates: Rates) -> RunConfig:
+def balanced(config: RunConfig, cost: Sequence[Cost], rates: Rates) -> RunConfig:
     """The run with fewer steps on a last stage that decodes between its samples, so that the busiest stage, which sets
     the interval, is as short as possible. Given stage weights are kept."""
-    layout, last_busy = config.layout, decode_s(config, rates) / seconds(cost, shared(config, rates))
-    if config.decode != "as-ready" or layout.pp == 1 or config.stage_weights is not None:
+    layout, last_busy = config.layout, decode_s(config, rates) / seconds(cost[-1], shared(config, rates))
+    even = layout.pp > 1 and layout.stage_ranks is None and config.experts is None
+    if config.decode != "as-ready" or not even or config.stage_weights is not None:
         return config
     sizes = [len(steps) for steps in split(config.total_steps, layout.pp, last_busy=last_busy)]
     return config if sizes == [len(steps) for steps in config.stages()] else config.replace(stage_weights=sizes)
@@ -157,26 +198,36 @@ def balanced(config: RunConfig, cost: Cost, rates: Rates) -> RunConfig:
 def predict(config: RunConfig, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
     """Predict the schedule of a run on ranks that are all alike; a run without a layout is on one rank."""
     config = config.replace(parallel=config.parallel or Parallel())
-    return predict_schedule(config, costs.cost(config), rates, arrivals)
+    return predict_schedule(config, costs.per_stage(config), rates, arrivals)
 
 
-def predict_schedule(config: RunConfig, cost: Cost, rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
-    """Predict the schedule of a run whose cost of a step is known.
+def predict_schedule(config: RunConfig, cost: Sequence[Cost], rates: Rates, arrivals: ArrayLike = 0.0) -> Schedule:
+    """Predict the schedule of a run whose cost of a step is known, as of `costs.per_stage`.
 
     Args:
         arrivals: when each sample arrives, in seconds, as of `schedule.make`.
     """
-    computing, as_ready = seconds(cost, shared(config, rates)), config.decode == "as-ready"
-    step = Seconds(computing, hop=hop_s(config, rates), decode=decode_s(config, rates), as_ready=as_ready)
+    step = Seconds(
+        _per_stage(config, cost, rates),
+        hop=hop_s(config, rates),
+        decode=decode_s(config, rates),
+        as_ready=config.decode == "as-ready",
+        swap=swap_s(config, rates),
+    )
     planned = schedule.predict(config, step, arrivals)
     if rates.slowdown and rates.cores and config.layout.world_size > 1:
         spans = planned.spans()
         busy = np.array([span.busy for span in spans])
         others = min(float((others_busy(spans) * busy).sum() / busy.sum()), rates.cores - 1)
         slower = replace(rates, flops_per_s=rates.flops_per_s / (1 + rates.slowdown * others))
-        step = replace(step, step=seconds(cost, shared(config, slower)))
+        step = replace(step, step=_per_stage(config, cost, slower))
         planned = schedule.predict(config, step, arrivals)
     return planned
+
+
+def _per_stage(config: RunConfig, cost: Sequence[Cost], rates: Rates) -> list[float]:
+    left = shared(config, rates)
+    return [seconds(each, left) for each in cost]
 
 
 def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = False) -> Rates:
@@ -215,7 +266,7 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
     others, reason = result.get("other_ranks_at_work"), unfit(result)
     company = f" beside {other_runs.ranks_of_other_runs(others)}" if others else ""
     return Rates(
-        costs.cost(config).flops / step,
+        _mean_flops(config) / step,
         link or measured_link("cpu" if on_cpu else "cuda"),
         f"measured: run {folder.name}{company}" + (f", which was disturbed: {reason}" if reason else ""),
         on=folder.name,
@@ -223,7 +274,24 @@ def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = Fa
         cores=cores,
         slowdown=slowdown,
         decode_s=median(result.get("decode_s") or [0.0]) / math.prod(config.shape),
+        swap=ASSUMED_LOADING | _measured_loading(config, events, folder.name),
     )
+
+
+def _mean_flops(config: RunConfig) -> float:
+    """Operations of a step, the mean over all steps of a sample."""
+    sizes = [len(steps) for steps in config.stages()]
+    if config.swap is not None:
+        sizes = [count for _, count in config.experts or ()]
+    return float(np.average([cost.flops for cost in costs.per_stage(config)], weights=sizes))
+
+
+def _measured_loading(config: RunConfig, events: Sequence[Event], name: str) -> dict[str, Loading]:
+    """How fast a run that swapped its experts loaded them."""
+    if config.swap is None:
+        return {}
+    each = [swap.size / swap.seconds for swap in kinds.of(events, kinds.Swapped)]
+    return {config.swap: Loading(median(each), f"measured: run {name}")}
 
 
 def _without_hiccups(events: Sequence[Event], crowd: float) -> dict[tuple[int, int, int], list[float]]:

@@ -262,8 +262,9 @@ class Marks:
 
 
 def pipeline_device(config: RunConfig) -> torch.device:
-    """Where the pipeline around the denoisers runs: most look at the values of their masks, which meta has none of."""
-    return META if config.is_svd else HOST
+    """Where the pipeline around the denoisers runs: most look at the values of their masks, and experts at timesteps,
+    which meta has none of."""
+    return META if config.is_svd and not config.svd_experts else HOST
 
 
 def before_step(
@@ -286,10 +287,10 @@ def before_step(
     for denoiser in denoisers.values():
         if one_by_one:
             guidance.one_after_the_other(denoiser)
-        if not config.is_svd:
+        if pipeline_device(config) == HOST:
             _enter_meta(denoiser, arrives)
     stage = Stage.around(config, denoisers, pipeline_device(config), dtype, marks)
-    if config.is_svd:
+    if pipeline_device(config) == META:
         _without_pixels(stage, config)
     stage.encode([0], Recorder(Inventor(0)))
     return stage
@@ -342,15 +343,19 @@ def _enter_meta(denoiser: nn.Module, arrives: Callable[[Tensor], None]) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def step(config: RunConfig, dtype: torch.dtype) -> Trace:
-    """Trace denoising steps of a rank: what the pipeline makes before its loop, then STEPS turns of the loop.
+def step(config: RunConfig, dtype: torch.dtype, only: tuple[str, ...] | None = None) -> Trace:
+    """Trace denoising steps of a rank: what the pipeline makes before its loop, then STEPS turns of the loop; with
+    several experts, those around the latest boundary between them.
 
     About a second for the published UNet. No weights are read; model svd needs no download.
+
+    Args:
+        only: the denoisers that the rank holds, if not all.
     """
     from vdpp_core import models
     from vdpp_core.parallel.fsdp_units import units
 
-    denoisers = nn.ModuleDict(models.denoisers_on_meta(config, dtype))
+    denoisers = nn.ModuleDict(models.denoisers_on_meta(config, dtype, only))
     calls = passes(config, dtype).calls
     for denoiser in denoisers.values():
         rehearse(denoiser, config.layout, calls_per_step=calls)
@@ -360,9 +365,16 @@ def step(config: RunConfig, dtype: torch.dtype) -> Trace:
     stage = before_step(config, dict(denoisers), dtype, marks, recorder.leave_out)
     with _FusedAttention(), Remembering(), recorder, recorder.watching(denoisers.values(), pieces):
         stage.make_room(0)
-        stage.denoise(0, range(STEPS), None)
-    events = tuple(recorder.events[: marks.ended[STEPS + 1]])
+        stage.denoise(0, _window(config, only), None)
+    events = tuple(recorder.events[: marks.ended[-1]])
     return Trace(_unit("", list(denoisers.parameters())), _units(denoisers, pieces), events)
+
+
+def _window(config: RunConfig, only: tuple[str, ...] | None) -> range:
+    """The steps to be traced: among those of the given experts, with the largest of what the pipeline makes at once."""
+    own = [steps for name, steps in config.segments(range(config.total_steps)) if name in (only or (name,))]
+    first = own[0].start if len(own) == 1 else max(own[0].start, own[-1].start - STEPS + 1)
+    return range(first, min(first + STEPS, own[-1].stop))
 
 
 def _units(denoisers: nn.ModuleDict, pieces: list[nn.Module]) -> tuple[Unit, ...]:
