@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
@@ -76,7 +77,7 @@ def advise(
     `response_s` (means; the latter from a sample's arrival to its end), `longest_interval_s`, `makespan_s`,
     `time_to_first_video_s` (missing where no time of decoding is known), `samples_per_s`, `utilisation` (mean over the
     ranks, 0 to 1), `peak_gib`, `needed_gib` (peak and allowances), `swap_s` (seconds to load an expert), `swaps` (how
-    often a rank does), `reason`. `attrs`: the goal, whether samples arrive `one_by_one`, how `decoding` is included,
+    often the busiest rank does), `reason`. `attrs`: the goal, whether samples arrive `one_by_one`, how `decoding` is included,
     source and error of the rates, and the steps of each of the `experts`, where the model has several.
 
     Args:
@@ -320,7 +321,8 @@ def _row(
     candidate = rates.balanced(candidate, cost, known)
     planned = rates.predict_schedule(candidate, cost, known, arrivals)
     if way.swap is not None:
-        row |= {"swap_s": rates.swap_s(candidate, known), "swaps": len(planned.swaps) / layout.world_size}
+        most = max(Counter(span.rank for span in planned.swaps).values(), default=0)
+        row |= {"swap_s": rates.swap_s(candidate, known), "swaps": most}
     return row | times(planned) | {"reason": _why(candidate, cost, known, planned)}
 
 
