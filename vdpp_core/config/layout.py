@@ -61,7 +61,7 @@ class Parallel(Frozen):
     @classmethod
     def _as_many_stages(cls, data: dict[str, Any]) -> dict[str, Any]:
         ranks = data.get("stage_ranks")
-        return {"pp": len(ranks)} | data if isinstance(ranks, list | tuple) else data
+        return {"pp": len(ranks)} | data if isinstance(ranks, list | tuple) and ranks else data
 
     @model_validator(mode="after")
     def _copied(self) -> Parallel:
@@ -75,6 +75,8 @@ class Parallel(Frozen):
     def _countable(self) -> Parallel:
         if self.world_size > MOST_RANKS:
             axis, size = max(self.sizes.items(), key=lambda item: item[1])
+            if self.stage_ranks is not None and self.groups > size:
+                axis, size = "stage_ranks", self.stage_ranks
             allowed = f"{' × '.join(AXIS_NAMES)} must be at most {MOST_RANKS} ranks, not {self.world_size}"
             raise ConfigError(axis, size, allowed)
         return self
