@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import ipywidgets as widgets
-from annotated_types import Le
+from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 
 from vdpp_core.config import RunConfig
@@ -22,8 +22,8 @@ GROUPS = {
     "Video": ("num_frames", "height", "width", "fps", "motion_bucket_id", "noise_aug_strength", "decode_chunk_size"),
     "Steps and samples": ("total_steps", "num_samples", "warmup_samples", "seed"),
     "Guidance": ("guidance_scale", "min_guidance_scale", "guidance_mode"),
-    "Layout": tuple(Parallel.model_fields),
-    "Device": ("device", "dtype", "threads", "memory_limit_gib", "forward_chunking", "shortcuts"),
+    "Layout": (*Parallel.model_fields, "split"),
+    "Device": ("device", "dtype", "threads", "memory_limit_gib", "swap", "swap_batch", "forward_chunking", "shortcuts"),
 }
 SLIDERS = {  # least, most and step; all other numbers are typed
     **{"num_frames": (1, 50, 1), "height": (64, 1280, 64), "width": (64, 2304, 64), "fps": (1, 60, 1)},
@@ -68,11 +68,17 @@ class Controls:
             ConfigError: a parameter's value is not allowed.
         """
         values = {name: control.value for name, control in self.of.items()}
-        layout = Parallel(**{name: values.pop(name) for name in Parallel.model_fields})
+        layout = {name: values.pop(name) for name in Parallel.model_fields}
+        if ranks := layout["stage_ranks"].split():
+            layout |= {"stage_ranks": tuple(ranks), "pp": len(ranks)}
+        else:
+            del layout["stage_ranks"]
         for name in ("threads", "memory_limit_gib"):
             values[name] = values[name] or None
         values["image"] = Path(values["image"]).expanduser() if values["image"].strip() else None
-        return self.start.replace(**values, parallel=layout, output_dir=None)
+        if values["swap"] is None:
+            values["swap_batch"] = 1
+        return self.start.replace(**values, parallel=Parallel(**layout), output_dir=None)
 
     def _usual_size(self, _: Any) -> None:
         for name, value in _size(RunConfig(model=self.of["model"].value, random_weights=True)).items():
@@ -95,8 +101,12 @@ def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
         "style": {"description_width": "7.6em"},
         "layout": widgets.Layout(width="auto"),
     }
-    choices = CHOICES.get(name) or [one for one in get_args(field.annotation) if isinstance(one, str)]
-    if choices:
+    kinds = get_args(field.annotation)
+    choices = CHOICES.get(name) or [one for kind in (field.annotation, *kinds) for one in get_args(kind)]
+    if choices := [one for one in choices if isinstance(one, str)]:
+        if type(None) in kinds:
+            choices = [("default" if name == "split" else "none", None), *((one, one) for one in choices)]
+            return widgets.Dropdown(options=choices, value=value, **looks)
         return widgets.Dropdown(options=list(dict.fromkeys([*choices, value])), value=value, **looks)
     if field.annotation is bool:
         return widgets.Checkbox(value, indent=False, **looks)
@@ -105,6 +115,9 @@ def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
         kind = widgets.FloatSlider if isinstance(least, float) else widgets.IntSlider
         reach = {"min": min(least, value), "max": max(most, value), "step": step}
         return kind(value=value, continuous_update=False, **reach, **looks)
+    if "tuple" in str(field.annotation):
+        numbers = " ".join(map(str, value or ()))
+        return widgets.Text(numbers, placeholder="one per stage", continuous_update=False, **looks)
     if "Path" in str(field.annotation):
         return widgets.Text(str(value or ""), placeholder="example", continuous_update=False, **looks)
     return _typed(field, value, looks)
@@ -113,8 +126,10 @@ def _control(name: str, field: FieldInfo, value: Any) -> widgets.Widget:
 def _typed(field: FieldInfo, value: Any, looks: dict[str, Any]) -> widgets.Widget:
     """A field for a number within the parameter's bounds; 0 stands for None, the default, where that is allowed."""
     kinds = get_args(field.annotation) or (field.annotation,)
+    most: Any = next(bound.le for bound in field.metadata if isinstance(bound, Le))
+    least: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), 0)
     if type(None) in kinds:
         looks["tooltip"] += "; 0 uses the default"
-    most: Any = next(bound.le for bound in field.metadata if isinstance(bound, Le))
+        least = 0
     kind = widgets.BoundedFloatText if float in kinds else widgets.BoundedIntText
-    return kind(value or 0, min=0, max=min(most, MOST_IN_A_BROWSER), continuous_update=False, **looks)
+    return kind(value or 0, min=least, max=min(most, MOST_IN_A_BROWSER), continuous_update=False, **looks)

@@ -37,6 +37,7 @@ class Predictions:
             ConfigError: this machine cannot run it.
         """
         ranks = config.layout.world_size
+        config = preflight.complete(config, ranks)
         execution = preflight.check(config, ranks)
         warnings = memory.before_start(config, execution)
         beside = memory.outside_a_limit(config)
@@ -48,6 +49,8 @@ class Predictions:
             "peak memory per rank": f"{room.peak / 1e9:.3g} GB",
             "with allowance": f"{room.needed / 1e9:.3g} of {available / 1e9:.3g} GB available",
         }
+        if config.experts is not None:
+            facts["experts"] = ", ".join(f"{name}: {count} steps" for name, count in config.experts)
         if config.layout.pp > 1:
             facts["hand-off"] = f"{messages.largest(config) / 1e6:.3g} MB"
         known = self._rates(config, runs)

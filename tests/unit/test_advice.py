@@ -157,7 +157,7 @@ def test_a_last_stage_that_decodes_has_fewer_steps():
     assert at_end.attrs["decoding"] == "decoding is included: 8 s for each sample, after all denoising"
     assert as_ready.attrs["decoding"].endswith("8 s for each sample, by the last stage between its samples")
     given = GENERATE.replace(decode="as-ready", parallel=Parallel(pp=2), stage_weights=(1, 1))
-    assert rates.balanced(given, Simple().cost(given), known) == given
+    assert rates.balanced(given, Simple().per_stage(given), known) == given
     assert simple("throughput", config=GENERATE).attrs["decoding"].endswith("how long it takes is not known")
 
 

@@ -114,7 +114,7 @@ def test_weights():
         ("benchmark --height 100", 1, "--height 100: must be a multiple of 8"),
         ("benchmark --num-samples 0", 1, "--num-samples 0: must be greater"),
         ("benchmark --warmup-samples=-1", 1, "--warmup-samples -1: must be greater"),
-        ("benchmark --model sdxl", 1, "--model sdxl: must be 'dummy', 'tiny', 'medium', 'svd' or 'wan22'"),
+        ("benchmark --model sdxl", 1, "--model sdxl: must be 'dummy', 'tiny', 'experts', 'medium', 'svd' or 'wan22'"),
         ("benchmark --guidance-scale nan", 1, "--guidance-scale nan: must be a finite number"),
         ("benchmark --motion-bucket-id 256", 1, "--motion-bucket-id 256: must be less than or equal to 255"),
         ("benchmark --stage-weights 1 2 3", 2, "--stage-weights 1.0 2.0 3.0: must be 2 positive numbers"),

@@ -55,7 +55,8 @@ def test_both_denoisers_are_resident_but_one_computes():
     one, both = config_of("wan"), config_of("wan-2.2")
     assert memory.predict(both).parameters == 2 * memory.predict(one).parameters
     assert costs.cost(both).flops == costs.cost(one).flops
-    assert memory.predict(both).activations == memory.predict(one).activations
+    # at the boundary, the rotary tables of both are there
+    assert memory.predict(both).activations == pytest.approx(memory.predict(one).activations, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["wan", "ltx", "animatediff"])

@@ -63,7 +63,7 @@ def test_every_widget_has_its_description_and_stays_within_the_bounds_of_its_fie
 
 def test_another_model_brings_its_usual_size():
     controls = Controls(RunConfig(), lambda: None)
-    assert controls.of["model"].options == ("dummy", "tiny", "medium", "svd")  # wan22 has other parameters
+    assert "wan22" not in controls.of["model"].options  # it has other parameters
     controls.of["model"].value = "medium"
     controls.of["random_weights"].value = True
     assert controls.config().shape == RunConfig(model="medium", random_weights=True).shape

@@ -15,14 +15,14 @@ from vdpp_core.plots.style import COLOURS, INK, axis_of, name_rows, new_figure
 from vdpp_core.runs.metrics import Span
 
 SECONDS = "time since the clock started (s)"
-HATCHES = {"decoding": "////", "encoding": "...."}
+HATCHES = {"decoding": "////", "encoding": "....", "swapping": "xxxx"}
 
 
 def gantt(
     runs: Sequence[tuple[str, Sequence[Span], Parallel]], title: str, small_print: str, predicted: bool = False
 ) -> Figure:
-    """What each rank does when: a row per rank, a numbered bar per sample, a hatched one while it is decoded, a panel
-    per run, over seconds.
+    """What each rank does when: a row per rank, a numbered bar per sample, a hatched one while it is decoded or experts
+    are swapped, a panel per run, over seconds.
 
     Args:
         runs: (caption, spans, layout) of each panel; all share the time axis.
@@ -50,7 +50,9 @@ def draw_spans(panel: Axes, spans: Sequence[Span], layout: Parallel, latest: flo
     }
     if hatched:
         look: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "fontsize": 7, "frameon": False}
-        panel.legend(handles=[Patch(**each) for each in hatched.values()], ncols=2, borderaxespad=0.2, **look)
+        panel.legend(
+            handles=[Patch(**each) for each in hatched.values()], ncols=len(hatched), borderaxespad=0.2, **look
+        )
     for span in spans:
         face = palette((0.95 if span.sample % 2 == 0 else 0.5) * (0.6 if predicted else 1))
         look = hatched[span.beside] if span.beside else {"facecolor": face, "edgecolor": edge}

@@ -75,9 +75,7 @@ class Predictor:
         Raises:
             ConfigError: the video is too large for the meta device.
         """
-        if self.fit and self.fit.covers(config):
-            return [self.fit.cost(config)] * config.layout.pp
-        return costs.per_stage(config)
+        return costs.per_stage(config) if config.experts else [self.cost(config)] * config.layout.pp
 
     def room(self, config: RunConfig) -> Room:
         """Memory of a rank in bytes. What the encoders made of further samples is in host memory and adds nothing.
