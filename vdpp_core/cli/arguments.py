@@ -139,6 +139,7 @@ def _without_box(text: str) -> str:
     lines = (line.strip("│| ") for line in text.splitlines()[1:-1])  # in ASCII where stdout has no more
     sentences = " ".join(re.sub("^[─-]+$", ";", line) for line in lines).lstrip("; ")
     sentences = re.sub(r"Missing from .*?: ", "missing ", sentences)
+    sentences = re.sub(r"[;\s]*Unrecognized options: .*?(?=[.;\s]*For full helptext|$)", "", sentences)
     return re.sub(r"[.;\s]*For full helptext, run:?", "; see", sentences)
 
 

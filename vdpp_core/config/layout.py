@@ -59,8 +59,8 @@ class Parallel(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_many_stages(cls, data: dict[str, Any]) -> dict[str, Any]:
-        ranks = data.get("stage_ranks")
+    def _as_many_stages(cls, data: Any) -> Any:
+        ranks = data.get("stage_ranks") if isinstance(data, dict) else None
         return {"pp": len(ranks)} | data if isinstance(ranks, list | tuple) and ranks else data
 
     @model_validator(mode="after")
