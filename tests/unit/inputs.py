@@ -56,8 +56,9 @@ GOOD: dict[str, list[Any]] = {
     "memory_limit_gib": [0.001, 1.5, 1e5],
     "timeout_s": [1, 86_400],
     "output_dir": ["new", "new/below", "folder", "file"],
-    "parallel": [None, {}, {"dp": 2}, {"pp": 2}, {"stage_ranks": (1, 2)}, {"cfg": 2, "frames": 2}]
-    + [{"dp": 2, "fsdp": True}],
+    "parallel": [
+        *(None, {}, {"dp": 2}, {"pp": 2}, {"stage_ranks": (1, 2)}, {"cfg": 2, "frames": 2}, {"dp": 2, "fsdp": True}),
+    ],
     **{axis: [1, 2, 4] for axis in AXIS_NAMES},
     "world_size": [1, 2, 4],
 }
