@@ -78,7 +78,9 @@ def test_experts_are_saved_and_loaded(tmp_path: Path) -> None:
     assert (loaded.config.names, loaded.config.boundaries) == (["high", "low"], [0.2])
     assert all(map(torch.equal, made.state_dict().values(), loaded.state_dict().values()))
     assert loaded.state_dict().keys() == made.state_dict().keys()
-    assert [loaded.name_for(timestep) for timestep in (1.6, 0.2, 0.19, torch.tensor(-1.5))] == ["high"] * 2 + ["low"] * 2
+    assert [loaded.name_for(timestep) for timestep in (1.6, 0.2, 0.19, torch.tensor(-1.5))] == ["high"] * 2 + [
+        "low"
+    ] * 2
     assert family.experts(str(tmp_path)) == ["high", "low"]
     assert loaded.config.in_channels == 8
     assert loaded.add_embedding is loaded.experts["high"].add_embedding
@@ -88,7 +90,9 @@ def test_experts_are_saved_and_loaded(tmp_path: Path) -> None:
     ("setting", "value"), [("in_channels", 12), ("cross_attention_dim", 64), ("addition_time_embed_dim", 16)]
 )
 def test_experts_of_different_shapes_are_refused(setting: str, value: int) -> None:
-    high = UNetSpatioTemporalConditionModel.from_config(models.load(config_of(experts.folder()), CPU, torch.float32, "unet/high").config)
+    high = UNetSpatioTemporalConditionModel.from_config(
+        models.load(config_of(experts.folder()), CPU, torch.float32, "unet/high").config
+    )
     low = UNetSpatioTemporalConditionModel.from_config({**high.config, setting: value})
     with pytest.raises(ValueError, match=f"experts: must all take and return the same shapes: {setting} is"):
         Experts({"high": high, "low": low}, [0.2])
@@ -228,20 +232,24 @@ OTHER_SHAPE = {"in_channels": 20, "out_channels": 20}
         ),
     ],
 )
-def test_damaged_experts_are_named_before_the_start(
-    change: Callable[[Path], None], words: str, tmp_path: Path
-) -> None:
+def test_damaged_experts_are_named_before_the_start(change: Callable[[Path], None], words: str, tmp_path: Path) -> None:
     assert_refused(shutil.copytree(experts.folder(), tmp_path / "svd"), change, words)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (edited("transformer_2/config.json", **OTHER_SHAPE), "model_id .*: must all take .* in_channels is 16 of trans"),
+        (
+            edited("transformer_2/config.json", **OTHER_SHAPE),
+            "model_id .*: must all take .* in_channels is 16 of trans",
+        ),
         (without("transformer_2/config.json"), "model_id .*folder, it has no transformer_2/config.json"),
         (without(f"transformer_2/{WEIGHTS}"), f"model_id .*/transformer_2: must have {WEIGHTS}"),
         (cut(f"transformer_2/{WEIGHTS}"), f"model_id .*/transformer_2/{WEIGHTS}: is damaged or cut off"),
-        (lambda model: (model / "transformer_2/config.json").write_text("[]"), "model_id .*: must have whole JSON in tr"),
+        (
+            lambda model: (model / "transformer_2/config.json").write_text("[]"),
+            "model_id .*: must have whole JSON in tr",
+        ),
     ],
 )
 def test_a_damaged_second_transformer_is_named_before_the_start(
@@ -279,7 +287,12 @@ NOT_SPLIT = "swap disk: only for ranks that run all steps with whole parameters:
         (EXPERTS, 2, {"split": "even", "stage_weights": (1, 2)}, "split even: with stage_weights, and only with them"),
         (EXPERTS, 2, {"image": Path("nowhere.png")}, "image nowhere.png: must be a readable image file"),
         (EXPERTS, 3, {"parallel": Parallel(stage_ranks=(1, 3))}, "stage_ranks 1 3: pp 1+3 needs 4 ranks, not 3"),
-        (EXPERTS, 7, {"parallel": Parallel(stage_ranks=(1,) * 7)}, "stage_ranks 1 1 1 1 1 1 1: must be at most total_s"),
+        (
+            EXPERTS,
+            7,
+            {"parallel": Parallel(stage_ranks=(1,) * 7)},
+            "stage_ranks 1 1 1 1 1 1 1: must be at most total_s",
+        ),
     ],
 )
 def test_what_experts_cannot_do_is_one_line(
