@@ -52,10 +52,30 @@ def test_the_unet_starts_with_the_image_in_every_frame():
 
 def test_sigmas_cover_the_schedule_and_stay_within_it():
     torch.manual_seed(0)
-    drawn = torch.cat([train._sigmas() for _ in range(500)])
+    drawn = torch.cat([train.draw_sigmas() for _ in range(500)])
     assert (drawn.min() >= 0.002) & (drawn.max() <= 700)
     assert drawn.log().median().item() == pytest.approx(0.7, abs=0.15)
     assert (drawn > 100).float().mean() > 0.01
+
+
+@pytest.mark.parametrize("name", train.RANGES)
+def test_sigmas_of_an_expert_stay_in_its_range_one_in_each_eighth_of_it(name):
+    low, high = train.RANGES[name]
+    torch.manual_seed(0)
+    drawn = torch.stack([train.draw_sigmas(low, high) for _ in range(500)])
+    assert (drawn.min() >= low) & (drawn.max() <= high)
+    first, last = torch.special.ndtr((torch.tensor([low, high]).log() - 0.7) / 1.6)
+    eighths = (torch.special.ndtr((drawn.log() - 0.7) / 1.6) - first) / (last - first) * train.BATCH
+    right = (eighths.floor() == torch.arange(train.BATCH)).float().mean(dim=1)
+    assert (right >= 1 - 1 / train.BATCH).all()  # one sigma of each batch is uniform in log sigma
+    assert drawn.max() > 0.9 * high
+    assert drawn.min() < 1.1 * low if low >= 1 else drawn.min() < 0.01
+
+
+def test_the_ranges_of_the_experts_meet():
+    high_noise, low_noise = train.EXPERTS.values()
+    assert high_noise == (low_noise[1], 700)
+    assert train.RANGES["control"] == (low_noise[0], 700)
 
 
 @pytest.mark.slow
