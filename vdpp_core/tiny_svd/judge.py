@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -181,27 +182,44 @@ def summary(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return means
 
 
-def compare(folders: Mapping[str, str | Path], picture: Path | None, images: int = 16) -> None:
-    """Print how models with the same VAE differ on the same held-out images and seeds; draw some if asked to."""
-    scenes, losses, tables, made = held_out(images), {}, {}, {}
-    for name, folder in folders.items():
-        pipeline = load(folder)
-        losses[name] = {expert: held_out_losses(pipeline, expert) for expert in EXPERTS}
-        made[name] = {bucket: videos(pipeline, scenes.images(), motion_bucket_id=bucket) for bucket in BUCKETS}
-        tables[name] = figures(made[name], scenes)
-    print("denoising loss of held-out clips, 64 sigmas of each expert's range:")
-    for expert in EXPERTS:
-        print(summary({name: of[expert] for name, of in losses.items()}).to_string())
+@dataclass(frozen=True)
+class Measured:
+    """What a model did with held-out clips.
+
+    Attributes:
+        losses: `held_out_losses` in both ranges.
+        frames: bucket -> a video for each of the scenes.
+    """
+
+    losses: dict[str, pd.DataFrame]
+    frames: dict[int, list[Frames]]
+
+    @classmethod
+    def of(cls, folder: str | Path, scenes: Scenes) -> Measured:
+        """Measure the model in a folder."""
+        pipeline, images = load(folder), scenes.images()
+        return cls(
+            {name: held_out_losses(pipeline, name) for name in EXPERTS},
+            {bucket: videos(pipeline, images, motion_bucket_id=bucket) for bucket in BUCKETS},
+        )
+
+
+def compare(models: Mapping[str, Measured], scenes: Scenes, picture: Path | None) -> None:
+    """Print how models with the same VAE differ on the same clips and seeds; draw some videos if asked to."""
+    print("denoising loss of 64 held-out clips, 64 sigmas of each expert's range:")
+    for name in EXPERTS:
+        print(summary({model: measured.losses[name] for model, measured in models.items()}).to_string())
+    images = len(scenes.shapes)
     print(f"videos of {images} held-out images at {len(BUCKETS)} buckets, means of images:")
-    print(summary(tables).to_string())
+    print(summary({model: figures(measured.frames, scenes) for model, measured in models.items()}).to_string())
     if picture:
-        means = pd.DataFrame({name: pd.concat(of.values()).mean() for name, of in losses.items()})
+        means = pd.DataFrame({model: pd.concat(measured.losses.values()).mean() for model, measured in models.items()})
         gains = means.iloc[:, -1] / means.iloc[:, -2] - 1
-        title = "Held-out loss of the experts against the " + (
-            f"{means.columns[-2]}: {gains['high_noise']:+.1%} at high noise, {gains['low_noise']:+.1%} at low noise"
+        title = f"Held-out loss of the {means.columns[-1]} against the {means.columns[-2]}: " + (
+            f"{gains['high_noise']:+.1%} at high noise, {gains['low_noise']:+.1%} at low noise"
         )
         chosen = [
-            (f"image {i}, bucket {bucket}", {name: of[bucket][i] for name, of in made.items()})
+            (f"image {i}, bucket {bucket}", {name: measured.frames[bucket][i] for name, measured in models.items()})
             for i, bucket in enumerate(BUCKETS[1:])
         ]
         contact_sheet(chosen, title, "the same held-out images and seeds, 25 steps, guidance 1 to 3").savefig(picture)
@@ -216,11 +234,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.experts:
         return evaluate(arguments.folder or str(MODELS["tiny"]), arguments.picture)
-    trained = {name: (arguments.folder or ASSETS) / name for name in ("control", "experts")}
-    compare(
-        {"single": str(MODELS["tiny"])} | {name: folder for name, folder in trained.items() if folder.exists()},
-        arguments.picture,
-    )
+    folders = {name: (arguments.folder or ASSETS) / name for name in ("control", "experts")}
+    existing = {"single": Path(str(MODELS["tiny"]))} | {name: path for name, path in folders.items() if path.exists()}
+    scenes = held_out(8)
+    compare({name: Measured.of(path, scenes) for name, path in existing.items()}, scenes, arguments.picture)
 
 
 if __name__ == "__main__":
