@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from vdpp_core.config.fields import MODELS
+from vdpp_core.config.fields import ASSETS, MODELS
 from vdpp_core.tiny_svd import judge, model, train
 from vdpp_core.tiny_svd.clips import held_out
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,3 +100,26 @@ def test_the_shipped_model_animates_images_that_it_never_saw():
     forgotten = judge.with_scheduler(pipeline, **judge.FORGOTTEN)
     wrong = judge.assess(judge.videos(forgotten, scenes.images(), num_inference_steps=10), scenes)
     assert (wrong.background_error > right.background_error).all()
+
+
+def test_the_shipped_experts_take_turns_in_the_official_pipeline():
+    pipeline = judge.load(ASSETS / "experts")
+    called = []
+    for name, expert in pipeline.unet.experts.items():
+        expert.register_forward_pre_hook(lambda _, inputs, name=name: called.append((name, float(inputs[1]))))
+    frames = judge.videos(pipeline, held_out(1).images(), num_inference_steps=4)[0]
+    assert frames.shape == (14, 64, 64, 3)
+    assert [name for name, _ in called] == ["high_noise"] * 2 + ["low_noise"] * 2
+    assert [name for name, t in called if math.exp(4 * t) >= train.BOUNDARY] == ["high_noise"] * 2
+
+
+def test_the_shipped_experts_share_all_but_the_unet_with_the_single_model():
+    experts, single = ASSETS / "experts", Path(str(MODELS["tiny"]))
+    for part in ("vae", "image_encoder", "scheduler", "feature_extractor"):
+        for path in (single / part).iterdir():
+            assert (experts / part / path.name).read_bytes() == path.read_bytes(), path
+    assert sum(path.stat().st_size for path in experts.rglob("*") if path.is_file()) <= 23e6
+    weights = [load_file(folder / WEIGHTS) for folder in (single / "unet", *(experts / "unet").glob("*_noise"))]
+    assert {frozenset(each) for each in weights} == {frozenset(weights[0])}
+    assert {tensor.dtype for each in weights for tensor in each.values()} == {torch.float16}
+    assert len({each["conv_in.weight"].numpy().tobytes() for each in weights}) == 3
