@@ -74,9 +74,9 @@ class Parallel(Frozen):
     @model_validator(mode="after")
     def _countable(self) -> Parallel:
         if self.world_size > MOST_RANKS:
-            axis, size = max(self.sizes.items(), key=lambda item: item[1])
-            if self.stage_ranks is not None and self.groups > size:
-                axis, size = "stage_ranks", self.stage_ranks
+            axis, size = max((self.sizes | {"pp": self.groups}).items(), key=lambda item: item[1])
+            if axis == "pp" and self.stage_ranks is not None:
+                axis = "stage_ranks"
             allowed = f"{' × '.join(AXIS_NAMES)} must be at most {MOST_RANKS} ranks, not {self.world_size}"
             raise ConfigError(axis, size, allowed)
         return self

@@ -297,6 +297,10 @@ def _row(
     row, layout = _excluded(way, ""), way.layout
     if layout.dp > config.num_samples and not layout.fsdp:
         return row | {"reason": f"more replicas than samples ({config.num_samples})"}
+    if layout.frames > 1 and not config.is_svd:
+        refusal = costs.refusal(config.model, config.model_id, layout.frames)
+        if refusal is not None:
+            return row | {"reason": f"frames {layout.frames}: {refusal}"}
     try:
         whole = way.of(config)
     except ConfigError as error:
