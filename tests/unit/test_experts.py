@@ -1,4 +1,4 @@
-"""Experts by timestep: as one UNet of the official pipeline, found, held by stages, swapped; bad input."""
+"""Experts by timestep: one UNet in the official pipeline, found in a pipeline, held by stages, swapped; bad input."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ def advise(
     `response_s` (means; the latter from a sample's arrival to its end), `longest_interval_s`, `makespan_s`,
     `time_to_first_video_s` (missing where no time of decoding is known), `samples_per_s`, `utilisation` (mean over the
     ranks, 0 to 1), `peak_gib`, `needed_gib` (peak and allowances), `swap_s` (seconds to load an expert), `swaps` (how
-    often the busiest rank does), `reason`. `attrs`: the goal, whether samples arrive `one_by_one`, how `decoding` is included,
-    source and error of the rates, and the steps of each of the `experts`, where the model has several.
+    often the busiest rank does), `reason`. `attrs`: the goal, whether samples arrive `one_by_one`, how `decoding` is
+    included, source and error of the rates, and the steps of each of the `experts`, where the model has several.
 
     Args:
         goal: a key of GOALS.
@@ -297,6 +297,10 @@ def _row(
     row, layout = _excluded(way, ""), way.layout
     if layout.dp > config.num_samples and not layout.fsdp:
         return row | {"reason": f"more replicas than samples ({config.num_samples})"}
+    if layout.frames > 1 and not config.is_svd:
+        refusal = costs.refusal(config.model, config.model_id, layout.frames)
+        if refusal is not None:
+            return row | {"reason": f"frames {layout.frames}: {refusal}"}
     try:
         whole = way.of(config)
     except ConfigError as error:
