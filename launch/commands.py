@@ -142,9 +142,10 @@ class Sweep:
     repeats: Annotated[str, N] = "1"  # runs of each, interleaved
 
     def __call__(self) -> None:
-        for axis in LAYOUTS:
-            if given := self.what.run.get(axis):
-                raise ConfigError(axis, given, f"not in a sweep, which takes --ranks and --layouts {axis}")
+        for name in (*LAYOUTS, "stage_ranks"):
+            if given := self.what.run.get(name):
+                instead = "--ranks and --layouts" + f" {name}" * (name in LAYOUTS)
+                raise ConfigError(name, given, f"not in a sweep, which takes {instead}")
         configs = self._configs(_whole_numbers("ranks", self.ranks))
         running = launch.sweep(configs, whole_number("repeats", self.repeats))
         print(f"sweep {running.run_id}: {len(running.runs)} runs", file=sys.stderr)

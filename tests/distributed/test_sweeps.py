@@ -90,6 +90,7 @@ def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
         (["sweep", "--ranks", "1,x", "simulate"], "--ranks 1,x"),
         (["sweep", "--ranks", "1", "--layouts", "tp", "simulate"], "--layouts tp"),
         (["sweep", "--ranks", "3", "--layouts", "cfg", "benchmark"], "--layouts cfg"),
+        (["sweep", "--ranks", "3", "simulate", "--stage-ranks", "1", "2"], "--stage-ranks 1 2"),
         (["sweep", "--ranks", "2", "--layouts", "frames", "benchmark", "--num-frames", "1"], "--frames 2"),
         (["sweep", "--ranks", "2", "simulate", "--fsdp"], "--fsdp True"),
         (["sweep", "--ranks", "2", "simulate", "--dp", "2"], "--dp 2"),

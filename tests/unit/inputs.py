@@ -42,6 +42,12 @@ GOOD: dict[str, list[Any]] = {
     "noise_aug_strength": [0, 0.02],
     "decode_chunk_size": [1, 1_000],
     "stage_weights": [(1,), (1, 2), ("1", "1e-300")],
+    "stage_ranks": [(1, 1), (1, 2), ("1", "3")],
+    "split": ["boundary", "even", "weights"],
+    "experts": [(("unet/high", 1), ("unet/low", 1))],
+    "swap": ["host", "disk"],
+    "swap_batch": [1, 2, 100_000],
+    "swap_gb_per_s": [1e-9, 1.5],
     "device": ["auto", "cpu", "cuda", "mps", "cuda:0"],
     "dtype": ["auto", "fp32", "fp16", "bf16"],
     "backend": ["auto", "gloo", "nccl"],
@@ -50,7 +56,9 @@ GOOD: dict[str, list[Any]] = {
     "memory_limit_gib": [0.001, 1.5, 1e5],
     "timeout_s": [1, 86_400],
     "output_dir": ["new", "new/below", "folder", "file"],
-    "parallel": [None, {}, {"dp": 2}, {"pp": 2}, {"cfg": 2, "frames": 2}, {"dp": 2, "fsdp": True}],
+    "parallel": [
+        *(None, {}, {"dp": 2}, {"pp": 2}, {"stage_ranks": (1, 2)}, {"cfg": 2, "frames": 2}, {"dp": 2, "fsdp": True}),
+    ],
     **{axis: [1, 2, 4] for axis in AXIS_NAMES},
     "world_size": [1, 2, 4],
 }
@@ -85,7 +93,7 @@ def _either(good: list[Any], bad: Any) -> Any:
     return st.sampled_from([True, True, True, False]).flatmap(lambda well: st.sampled_from(good) if well else bad)
 
 
-layouts = st.dictionaries(st.sampled_from([*AXIS_NAMES, "fsdp", "tp", "self"]), json_like, max_size=3)
+layouts = st.dictionaries(st.sampled_from([*AXIS_NAMES, "fsdp", "stage_ranks", "tp", "self"]), json_like, max_size=3)
 
 
 def _value(name: str) -> Any:
@@ -124,7 +132,8 @@ def _flags(names: list[str], extra: dict[str, list[Any]], switches: tuple[str, .
     return st.lists(one(), max_size=5).map(lambda parts: [word for part in parts for word in part])
 
 
-RUN_NAMES = [name for name in FIELDS if name not in ("command", "parallel")] + [*AXIS_NAMES, "fsdp", "json"]
+RUN_NAMES = [name for name in FIELDS if name not in ("command", "parallel", "experts")]
+RUN_NAMES += [*AXIS_NAMES, "fsdp", "stage_ranks", "json"]
 SWITCHES = ("fsdp", "json", "poisson")
 PLAN = {
     "gpus": ["1", "2"],

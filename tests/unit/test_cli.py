@@ -117,6 +117,8 @@ def test_weights():
         ("benchmark --model sdxl", 1, "--model sdxl: must be 'dummy', 'tiny', 'experts', 'medium', 'svd' or 'wan22'"),
         ("benchmark --guidance-scale nan", 1, "--guidance-scale nan: must be a finite number"),
         ("benchmark --motion-bucket-id 256", 1, "--motion-bucket-id 256: must be less than or equal to 255"),
+        ("benchmark --stage-ranks 1 3", 3, "--stage-ranks 1 3: pp 1+3 needs 4 ranks, not 3"),
+        ("benchmark --stage-ranks 1 3 --pp 3", 4, "--stage-ranks 1 3: must be 3 whole numbers"),
         ("benchmark --stage-weights 1 2 3", 2, "--stage-weights 1.0 2.0 3.0: must be 2 positive numbers"),
         ("benchmark --compare-official", 1, "--compare-official True: only with generate, benchmark makes no videos"),
         ("generate --decode-chunk-size 0", 1, "--decode-chunk-size 0: must be greater than or equal to 1"),

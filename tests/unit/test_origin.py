@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from launch import resuming
+from tests import experts, families
 from vdpp_core import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
@@ -316,3 +317,42 @@ def test_another_machine_has_the_same_files_or_takes_no_part(of_an_image, tmp_pa
 def test_nothing_is_recorded_where_no_latents_are_kept(tmp_path):
     folder = worker.run(RunConfig(device="cpu", output_dir=tmp_path / "run", **DUMMY))
     assert not (folder / origin.FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model_index.json",
+        "transformer_2/config.json",
+        "transformer_2/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "tokenizer/tokenizer.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ],
+)
+def test_every_part_of_another_pipeline_counts(name, tmp_path):
+    model = shutil.copytree(families.folder("wan-2.2"), tmp_path / "model")
+    config = RunConfig(model_id=str(model), prompt="a", total_steps=2, latent_shape=(1, 16, 3, 4, 6)).for_ranks(1)
+    before = of(config)
+    (model / name).write_bytes((model / name).read_bytes() + b" ")
+    with pytest.raises(ConfigError, match=f"run one: {name} of the model has changed since its samples were made"):
+        origin.check(before, of(config), "one")
+
+
+@pytest.mark.parametrize("name", ["config.json", "low/config.json", "high/diffusion_pytorch_model.safetensors"])
+def test_all_experts_count(name, tmp_path):
+    model = shutil.copytree(experts.folder(), tmp_path / "model")
+    config = RunConfig(model_id=str(model), num_frames=2, height=64, width=64, total_steps=6).for_ranks(1)
+    before = of(config)
+    (model / "unet" / name).write_bytes((model / "unet" / name).read_bytes() + b" ")
+    with pytest.raises(ConfigError, match=f"run one: unet/{name} of the model has changed since its samples were made"):
+        origin.check(before, of(config), "one")
+
+
+def test_how_the_experts_of_a_run_are_shared_changes_no_bit():
+    layouts = [Parallel(pp=2), Parallel(stage_ranks=(1, 3)), Parallel()]
+    known = {"model_id": str(experts.folder()), "num_frames": 2, "height": 64, "width": 64, "total_steps": 6}
+    serve = {"experts": (("unet/high", 4), ("unet/low", 2))}
+    more = [serve | {"split": "even"}, serve, {"swap": "disk", "swap_batch": 2, "swap_gb_per_s": 1.0}]
+    runs = [RunConfig(**known, **each, parallel=layout) for each, layout in zip(more, layouts, strict=True)]
+    assert len({of(run).digest for run in runs}) == 1

@@ -166,6 +166,8 @@ def test_what_all_variants_have_in_common() -> None:
     ("flags", "ranks", "said"),
     [
         ({"pp": "2"}, 2, "--pp 2: not with peers: the layouts follow from the number of ranks"),
+        ({"stage_ranks": ("1", "2")}, 3, "--stage-ranks 1 2: not with peers: the layouts follow from the number of"),
+        ({"swap": "disk"}, 2, "--swap disk: not with peers: no peer has it"),
         ({"fsdp": True}, 2, "--fsdp True: not with peers: no peer has it"),
         ({"guidance_mode": "sequential"}, 2, "--guidance-mode sequential: not with peers: no peer has it"),
         ({"compare_official": True}, 2, "--compare-official True: not with peers: only denoising is compared"),

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from vdpp_core import split
+from vdpp_core.config.steps import split_at
 
 
 def sizes(*arguments):
@@ -100,3 +101,31 @@ def test_the_slowest_stage_is_as_fast_as_whole_steps_allow(total_steps, weights)
 def test_what_cannot_be_split_is_said(arguments, named):
     with pytest.raises(ValueError, match=named):
         split(*arguments)
+
+
+SEGMENTS = [(5, 7), (1, 9), (8, 2), (3, 4, 2), (1, 1, 6), (6,)]
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("weights", [(1, 1), (1, 3), (1, 1, 1), (2, 1, 3), (1, 4, 1, 2), (3, 1, 1, 1, 2)])
+def test_no_stage_crosses_a_boundary_and_the_slowest_is_as_fast_as_possible(segments, weights):
+    stages, total, ends = len(weights), sum(segments), set(itertools.accumulate(segments))
+    if not len(segments) <= stages <= total:
+        with pytest.raises(ValueError, match="stages"):
+            split_at(segments, stages, weights)
+        return
+
+    def slowest(lengths):
+        return max(size / weight for size, weight in zip(lengths, weights, strict=True))
+
+    found = split_at(segments, stages, weights)
+    assert [step for steps in found for step in steps] == list(range(total))
+    assert all(found)
+    assert ends <= {steps.stop for steps in found}
+    possible = [sizes for sizes in compositions(total, stages) if ends <= set(itertools.accumulate(sizes))]
+    assert slowest([len(steps) for steps in found]) == pytest.approx(min(map(slowest, possible)))
+
+
+def test_stages_of_segments_without_weights():
+    assert [len(steps) for steps in split_at((5, 15), 4)] == [5, 5, 5, 5]
+    assert split_at((2, 4), 2) == [range(0, 2), range(2, 6)]

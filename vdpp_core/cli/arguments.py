@@ -139,6 +139,7 @@ def _without_box(text: str) -> str:
     lines = (line.strip("│| ") for line in text.splitlines()[1:-1])  # in ASCII where stdout has no more
     sentences = " ".join(re.sub("^[─-]+$", ";", line) for line in lines).lstrip("; ")
     sentences = re.sub(r"Missing from .*?: ", "missing ", sentences)
+    sentences = re.sub(r"[;\s]*Unrecognized options: .*?(?=[.;\s]*For full helptext|$)", "", sentences)
     return re.sub(r"[.;\s]*For full helptext, run:?", "; see", sentences)
 
 
@@ -228,20 +229,20 @@ def run_config(flags: dict[str, Any], ranks: int, counted_by: str, counted: bool
     Raises:
         ConfigError: one of them cannot be used; only arguments that were given are named.
     """
-    axes = {axis: flags[axis] for axis in AXIS_NAMES if axis in flags}
+    counting = (*AXIS_NAMES, "stage_ranks")
+    given = {name: flags[name] for name in counting if name in flags}
     layout = None
     try:
-        stage_ranks = flags.get("stage_ranks")
-        if axes or flags.get("fsdp") or stage_ranks is not None:
-            layout = Parallel(**axes, fsdp=flags.get("fsdp", False), stage_ranks=stage_ranks)
-            rest = "dp" if layout.fsdp or stage_ranks is not None else "pp"
-            if rest not in axes:
+        if given or flags.get("fsdp"):
+            layout = Parallel(**given, fsdp=flags.get("fsdp", False))
+            rest = "dp" if layout.fsdp or "stage_ranks" in given else "pp"
+            if rest not in given:
                 layout = Parallel(**(layout.model_dump() | {rest: max(1, ranks // layout.world_size)}))
         return without_layout(flags).replace(parallel=layout).for_ranks(ranks)
     except ConfigError as error:
-        if error.argument not in AXIS_NAMES:
+        if error.argument not in counting:
             raise
-        if error.argument not in axes:
+        if error.argument not in given:
             stages = " (every rank is a pipeline stage unless flags say otherwise)" if error.argument == "pp" else ""
             raise ConfigError(counted_by, ranks, error.allowed + stages) from None
         if layout is not None and layout.world_size != ranks and not counted:

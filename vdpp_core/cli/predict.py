@@ -308,3 +308,7 @@ def _print_rivals(rivals: pd.DataFrame, goal: str, experts: dict[str, int]) -> N
             continue
         best = "the best" if row["times_best"] == 1 else f"{row['times_best']:.3f} times the best"
         print(f"  {row['way']}: {row['layout']}, {value} {row['value']:.4g} {unit}, {best}: {row['reason']}")
+        if row["break_even_s"] > row["swap_s"]:
+            print(
+                f"    the step pipeline would be faster if loading an expert took more than {row['break_even_s']:.3g} s"
+            )

@@ -26,8 +26,9 @@ from vdpp_core.runs.run import Run
 OFFICIAL = "official pipeline"
 PEERS = {"one rank": OFFICIAL, "data parallel": "accelerate", "step pipeline": "GPipe"}
 NOT_COMPARED = {
-    **dict.fromkeys(AXIS_NAMES, "the layouts follow from the number of ranks"),
+    **dict.fromkeys((*AXIS_NAMES, "stage_ranks"), "the layouts follow from the number of ranks"),
     **dict.fromkeys(("stage_weights", "fsdp", "fsdp_same_sample", "fsdp_cpu_offload"), "no peer has it"),
+    **dict.fromkeys(("split", "swap", "swap_batch", "swap_gb_per_s"), "no peer has it"),
     **dict.fromkeys(("guidance_mode", "shortcuts", "enable_memory_opt", "memory_limit_gib"), "no peer has it"),
     **dict.fromkeys(("compare_official", "decode_chunk_size"), "only denoising is compared, without decoding"),
 }
@@ -92,8 +93,9 @@ def configuration(flags: dict[str, Any], ranks: int, local_ranks: int) -> RunCon
         raise ConfigError("save_latents", False, "not with peers: all latents are saved, to compare them")
     if config.model == "dummy":
         raise ConfigError("model", "dummy", "the official pipeline needs a spatio-temporal UNet: tiny, medium or svd")
-    if not config.is_svd:
-        raise ConfigError(*config.model_argument, "not with peers: they are compared on Stable Video Diffusion")
+    if not config.is_svd or config.svd_experts:
+        allowed = "not with peers: they are compared on Stable Video Diffusion with one UNet"
+        raise ConfigError(*config.model_argument, allowed)
     if ranks < 2:
         raise ConfigError("world_size", ranks, "must be at least 2, or there is nothing to split")
     for name, most in (("total_steps", config.total_steps), ("num_frames", config.shape[2])):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
+
+from vdpp_core.config.errors import ConfigError
 
 SVD = "StableVideoDiffusionPipeline"
 OF_OTHERS = ("prompt", "negative_prompt", "call")  # arguments of a run that Stable Video Diffusion does not take
 INDEX = "model_index.json"
 UNET = "unet/config.json"
+EXPERTS = "Experts"  # vdpp_core.models.experts
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # of an expert, whose folder has it, too
 
 
 def pipeline_class(model_id: str | None, of_others: bool) -> str:
@@ -33,10 +40,30 @@ def index(model_id: str) -> dict[str, Any]:
 
 
 def experts(model_id: str) -> list[str]:
-    """Names of the UNets that take turns in a Stable Video Diffusion; none where it has a plain one."""
+    """Names of the UNets that take turns in a Stable Video Diffusion; none where it has a plain one.
+
+    Raises:
+        ConfigError: its configuration does not say how they take turns.
+    """
     found = _read(Path(model_id).expanduser() / UNET) or _from_hub(model_id, UNET)
+    if found.get("_class_name") != EXPERTS:
+        return []
     names = found.get("names")
-    return list(map(str, names)) if isinstance(names, list) else []
+    if fault := fault_of_experts(names, found.get("boundaries")):
+        raise ConfigError("model_id", model_id, f"{fault}, in {UNET}")
+    return list(names or ())
+
+
+def fault_of_experts(names: Any, boundaries: Any) -> str:
+    """Why experts of these names cannot take turns at these boundaries, in words; "" where they can."""
+    as_names = isinstance(names, list) and all(isinstance(name, str) and NAME.fullmatch(name) for name in names)
+    if not as_names or len(set(names)) != len(names) or len(names) < 2:
+        return f"must name two experts or more, each a word of its own: names is {names!r}"
+    as_numbers = isinstance(boundaries, list) and all(isinstance(each, int | float) for each in boundaries)
+    falling = as_numbers and all(low < high for high, low in itertools.pairwise([math.inf, *boundaries, -math.inf]))
+    if not falling or len(boundaries) != len(names) - 1:
+        return f"must have boundaries that fall, one less than the {len(names)} experts: boundaries is {boundaries!r}"
+    return ""
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -59,9 +59,9 @@ class Parallel(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_many_stages(cls, data: dict[str, Any]) -> dict[str, Any]:
-        ranks = data.get("stage_ranks")
-        return {"pp": len(ranks)} | data if isinstance(ranks, list | tuple) else data
+    def _as_many_stages(cls, data: Any) -> Any:
+        ranks = data.get("stage_ranks") if isinstance(data, dict) else None
+        return {"pp": len(ranks)} | data if isinstance(ranks, list | tuple) and ranks else data
 
     @model_validator(mode="after")
     def _copied(self) -> Parallel:
@@ -76,6 +76,8 @@ class Parallel(Frozen):
         if self.world_size > MOST_RANKS:
             axis, size = max(self.sizes.items(), key=lambda item: item[1])
             allowed = f"{' × '.join(AXIS_NAMES)} must be at most {MOST_RANKS} ranks, not {self.world_size}"
+            if self.stage_ranks is not None and self.groups > size:
+                raise ConfigError("stage_ranks", self.stage_ranks, allowed)
             raise ConfigError(axis, size, allowed)
         return self
 

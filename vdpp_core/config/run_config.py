@@ -102,6 +102,9 @@ class RunConfig(
 
     def _check_layout(self, parallel: Parallel) -> None:
         if parallel.pp > self.total_steps:
+            if parallel.stage_ranks is not None:
+                allowed = f"must be at most total_steps, {self.total_steps}, numbers: one for each stage"
+                raise ConfigError("stage_ranks", parallel.stage_ranks, allowed)
             raise ConfigError("pp", parallel.pp, f"must be at most total_steps, {self.total_steps}")
         if self.is_svd:
             self._check_lockstep(parallel)

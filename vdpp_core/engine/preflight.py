@@ -30,17 +30,18 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
     config = config.for_ranks(ranks)
     if config.is_svd and not config.svd_experts:
         return _without_experts(config)
-    if not config.is_svd:
-        _check_samples(config, resolve(config))
+    _check_samples(config, resolve(config))
+    checkpoint.check_settings(config)
     from vdpp_core import models
     from vdpp_core.models import experts
     from vdpp_core.models.message import Message, Packing
     from vdpp_core.models.stage import NoClock, Stage  # takes seconds to import
 
-    denoisers = models.denoisers_on_meta(config, torch.float32)
-    if odd := experts.different_shapes(denoisers):
-        raise ConfigError(*config.model_argument, odd)
-    stage = Stage.around(config, denoisers, torch.device("cpu"), torch.float32, NoClock())
+    with _settings_read(config):
+        denoisers = models.denoisers_on_meta(config, torch.float32)
+        if odd := experts.different_shapes(denoisers):
+            raise ConfigError(*config.model_argument, odd)
+        stage = Stage.around(config, denoisers, torch.device("cpu"), torch.float32, NoClock())
     shapes, served = set[tuple[int, ...]](), set[tuple[tuple[str, int], ...] | None]()
     for number in _different(config):
         with _sample(config, number):
@@ -68,6 +69,18 @@ def complete(config: RunConfig, ranks: int) -> RunConfig:
     return config.replace(latent_shape=made)
 
 
+@contextmanager
+def _settings_read(config: RunConfig) -> Iterator[None]:
+    """Report whatever diffusers or transformers raise at settings that they cannot use."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        words = f"must be a whole pipeline: {type(error).__name__}: {in_one_line(str(error))[:300]}"
+        raise ConfigError(*config.model_argument, words) from None
+
+
 def _without_experts(config: RunConfig) -> RunConfig:
     """Check that a run of a model with one denoiser asks for nothing that only experts have."""
     for name in ("swap", "split"):
@@ -91,6 +104,8 @@ def _loop(stage: Stage, sample: int, config: RunConfig) -> Loop:
     try:
         stage.encode([sample], Recorder(Inventor(0)))
         return stage.loop(sample)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever a pipeline raises at arguments that it does not check
         words = f"{config.pipeline_class} refuses the run: {type(error).__name__}: {in_one_line(str(error))[:300]}"
         raise ConfigError(*config.model_argument, words) from None

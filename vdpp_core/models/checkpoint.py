@@ -95,6 +95,32 @@ def check_model(config: RunConfig, execution: Execution) -> None:
         _check_unet(config, execution.dtype)
 
 
+def check_settings(config: RunConfig) -> None:
+    """Check that each denoiser is described, where the model is a folder.
+
+    Raises:
+        ConfigError: one is not; names the file.
+    """
+    from vdpp_core import models
+
+    folder = Path(str(config.source)).expanduser()
+    for name in models.denoisers(config) if folder.is_dir() else ():
+        _contents(config, folder, f"{name}/config.json")
+
+
+def _contents(config: RunConfig, folder: Path, name: str) -> dict[str, Any]:
+    """The settings in one of the files of a pipeline's folder."""
+    try:
+        contents = json.loads((folder / name).read_bytes())
+        if isinstance(contents, dict):
+            return contents
+    except FileNotFoundError:
+        raise ConfigError(*config.model_argument, f"must be a pipeline's folder, it has no {name}") from None
+    except (OSError, ValueError, RecursionError):
+        pass
+    raise ConfigError(*config.model_argument, f"must have whole JSON in {name}")
+
+
 def check_denoisers(config: RunConfig, dtype: torch.dtype) -> None:
     """Check that the weights of all denoisers of another pipeline are there, where it is a folder.
 
@@ -117,7 +143,8 @@ def _check_parts(config: RunConfig, argument: str, index: dict[str, Any]) -> Non
         if library not in (None, "diffusers", "transformers") and places[part] != OURS:
             allowed = f"must have parts of diffusers and transformers, not code of its own ({part}: {library})"
             raise ConfigError(argument, config.source, allowed)
-    for part, kinds in PARTS.items():
+    own = {"unet": PARTS["unet"][1:] if config.svd_experts else PARTS["unet"][:1]}
+    for part, kinds in (PARTS | own).items():
         named = places.get(part, [None, None])[1]
         if named not in kinds and (part != "vae" or config.image_path is not None):
             allowed = (

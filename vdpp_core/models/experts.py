@@ -11,6 +11,13 @@ import torch
 from diffusers import ConfigMixin, ModelMixin, UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 
+from vdpp_core.config import family
+
+SHAPES = (  # settings of UNets and transformers on which the shapes of arguments and results depend
+    *("in_channels", "out_channels", "patch_size", "cross_attention_dim", "text_dim", "image_dim"),
+    *("addition_time_embed_dim", "projection_class_embeddings_input_dim"),
+)
+
 
 class Experts(ModelMixin, ConfigMixin):
     """Several UNets in the place of one, with its signature, so that the official pipeline runs them.
@@ -22,7 +29,8 @@ class Experts(ModelMixin, ConfigMixin):
         boundaries: the lowest timestep of each expert but the last one, which serves all below.
 
     Raises:
-        ValueError: the boundaries are not one less than the experts and falling, or the experts' shapes differ.
+        ValueError: there are not two experts or more, the boundaries are not one less and falling, or the experts'
+            shapes differ.
     """
 
     config_name = "config.json"
@@ -30,10 +38,8 @@ class Experts(ModelMixin, ConfigMixin):
 
     def __init__(self, experts: Mapping[str, Any], boundaries: Sequence[float]) -> None:
         super().__init__()
-        if len(boundaries) != len(experts) - 1 or sorted(boundaries, reverse=True) != [*boundaries]:
-            raise ValueError(f"boundaries {boundaries}: must be {len(experts) - 1} falling timesteps")
-        if odd := different_shapes(experts):
-            raise ValueError(f"experts: {odd}")
+        if fault := family.fault_of_experts([*experts], [*boundaries]) or different_shapes(experts):
+            raise ValueError(f"experts: {fault}")
         self.experts = nn.ModuleDict(experts)
         first = next(iter(experts.values()))
         shapes = {name: value for name, value in first.config.items() if not name.startswith("_")}
@@ -88,10 +94,10 @@ class Experts(ModelMixin, ConfigMixin):
 
 
 def different_shapes(experts: Mapping[str, Any]) -> str:
-    """In which way the latents that experts take or return differ, in words; "" where they do not."""
-    for setting in ("in_channels", "out_channels", "patch_size"):
+    """In which way what experts take or return differs, in words; "" where it does not."""
+    for setting in SHAPES:
         values = {name: getattr(expert.config, setting, None) for name, expert in experts.items()}
         if len(set(map(str, values.values()))) > 1:
             words = " and ".join(f"{value} of {name}" for name, value in values.items())
-            return f"must all take latents of one shape: {setting} is {words}"
+            return f"must all take and return the same shapes: {setting} is {words}"
     return ""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The pipeline would keep the image at full size, and as much noise, on the device through its loop. Encoders that only
 # repeat what they returned for the real image can do with a tiny one.
-TINY = torch.zeros(1, 3, 1, 1, device="cpu")  # also where this is imported for the meta device
+TINY = torch.zeros(1, 3, 2, 2, device="cpu")  # also where this is imported for the meta device
 ONCE_ENCODED = {"image": TINY}
 
 

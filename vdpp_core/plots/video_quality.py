@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -29,11 +29,36 @@ def strips(rows: Sequence[tuple[str, Frames]], title: str, small_print: str, sho
     """A row of `shown` evenly spaced frames for each video, the first and the last included."""
     figure, axes = new_figure((len(rows), shown), (9, 0.9 + 1.2 * len(rows)), title, small_print)
     for (caption, frames), panels in zip(rows, axes, strict=True):
-        for panel, index in zip(panels, np.linspace(0, len(frames) - 1, shown).round().astype(int), strict=True):
+        for panel, index in zip(panels, _spaced(frames, shown), strict=True):
             panel.imshow(frames[index])
             panel.set(xticks=[], yticks=[])
             panel.set_title(f"frame {index}", fontsize=6.5, pad=2)
         panels[0].set_ylabel(caption, fontsize=7.5)
+    return figure
+
+
+def contact_sheet(
+    images: Sequence[tuple[str, Mapping[str, Frames]]], title: str, small_print: str, shown: int = 6
+) -> Figure:
+    """A panel for each image: a row of `shown` evenly spaced frames for each model, the first and the last included.
+
+    Args:
+        images: (caption, model -> its video of this image); an even number of them.
+    """
+    height = 0.9 + len(images) // 2 * (0.5 + 0.8 * len(images[0][1]))
+    figure, axes = new_figure((len(images) // 2, 2), (11, height), title, small_print)
+    for (caption, videos), panel in zip(images, axes.flat, strict=True):
+        rows = [np.concatenate(frames[_spaced(frames, shown)], axis=1) for frames in videos.values()]
+        (size, width), gap = rows[0].shape[:2], 4
+        for place, row in enumerate(rows):
+            panel.imshow(row, extent=(0, width, (place + 1) * size + place * gap, place * (size + gap)))
+        panel.set(xlim=(0, width), ylim=(len(rows) * (size + gap) - gap, 0), title=caption)
+        panel.set_yticks([place * (size + gap) + size / 2 for place in range(len(rows))], videos.keys())
+        indices = _spaced(next(iter(videos.values())), shown)
+        panel.set_xticks([(place + 0.5) * width / shown for place in range(shown)], [f"frame {i}" for i in indices])
+        panel.grid(visible=False)
+        panel.tick_params(labelsize=7.5)
+        panel.spines[:].set_visible(False)
     return figure
 
 
@@ -123,6 +148,10 @@ def training(vae: pd.DataFrame, unet: pd.DataFrame, title: str, small_print: str
     axes[0, 1].plot(unet["iteration"], unet["loss"], **(STYLES[0] | {"marker": ""}))
     axes[0, 1].set(xlabel="UNet iteration", ylabel="loss (weighted squared error)", ylim=(0, None))
     return figure
+
+
+def _spaced(frames: Frames, shown: int) -> list[int]:
+    return np.linspace(0, len(frames) - 1, shown).round().astype(int).tolist()
 
 
 def _label_steps(panel: Axes, label: str) -> None:

@@ -13,6 +13,7 @@ from vdpp_core import models
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
+from vdpp_core.parallel import sequence
 from vdpp_core.parallel.fsdp_units import units
 from vdpp_core.predict import memory, trace
 
@@ -126,6 +127,13 @@ def experts(config: RunConfig) -> dict[str, int]:
     """Denoiser -> bytes of its parameters."""
     found = _units(config.model, config.model_id, resolve(config).dtype)
     return {name: whole for name, (whole, _) in found.items()}
+
+
+@functools.lru_cache(maxsize=32)
+def refusal(model: str, model_id: str | None, ranks: int) -> str | None:
+    """Why another pipeline's denoisers cannot be split over so many ranks, whatever the video; None where they can."""
+    found = models.denoisers_on_meta(_any_size(model, model_id), torch.float32).values()
+    return next(filter(None, (sequence.refusal(denoiser, ranks) for denoiser in found)), None)
 
 
 def held(config: RunConfig) -> int:

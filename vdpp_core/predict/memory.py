@@ -303,6 +303,13 @@ def _kind(config: RunConfig, stage: int) -> Kind:
     return Kind(layout.shards_of(stage), encodes, decodes, names)
 
 
+def kinds(config: RunConfig) -> list[Kind]:
+    """What a run's stages need memory for, each kind once."""
+    pp = (config.parallel or Parallel()).pp
+    stages = range(pp) if config.experts else sorted({0, pp - 1})
+    return list(dict.fromkeys(_kind(config, stage) for stage in stages))
+
+
 def _traces(config: RunConfig) -> dict[Kind, list[tuple[trace.Trace, int]]]:
     """Kind of stage -> the allocations of its ranks in a step, and their shards; several where experts are swapped.
 
@@ -312,12 +319,8 @@ def _traces(config: RunConfig) -> dict[Kind, list[tuple[trace.Trace, int]]]:
     Raises:
         ConfigError: the video is too large for the meta device.
     """
-    dtype, pp = resolve(config).dtype, (config.parallel or Parallel()).pp
-    found: dict[Kind, list[tuple[trace.Trace, int]]] = {}
-    for stage in range(pp) if config.experts else {0, pp - 1}:
-        kind = _kind(config, stage)
-        if kind in found:
-            continue
+    dtype, found = resolve(config).dtype, dict[Kind, list[tuple[trace.Trace, int]]]()
+    for kind in kinds(config):
         with countable(config):
             at_once = [kind.experts] if config.swap is None else [(name,) for name in kind.experts or ()]
             steps = [trace.step(alike(config), dtype, each) for each in at_once]

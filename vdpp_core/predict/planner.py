@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
@@ -52,6 +53,8 @@ NUMBERS = [
     "utilisation",
     "peak_gib",
     "needed_gib",
+    "swap_s",
+    "swaps",
 ]
 SWAPS = ("host", "disk")
 MODES = get_args(RunConfig.model_fields["guidance_mode"].annotation)
@@ -74,9 +77,9 @@ def advise(
     `swap` and `swap_batch` (see `RunConfig`), `gpus`, `guidance` (the first mode that fits), `latency_s` and
     `response_s` (means; the latter from a sample's arrival to its end), `longest_interval_s`, `makespan_s`,
     `time_to_first_video_s` (missing where no time of decoding is known), `samples_per_s`, `utilisation` (mean over the
-    ranks, 0 to 1), `peak_gib`, `needed_gib` (peak and allowances), `reason`. `attrs`: the goal, whether samples arrive
-    `one_by_one`, how `decoding` is included, source and error of the rates, and the steps of each of the `experts`,
-    where the model has several.
+    ranks, 0 to 1), `peak_gib`, `needed_gib` (peak and allowances), `swap_s` (seconds to load an expert), `swaps` (how
+    often the busiest rank does), `reason`. `attrs`: the goal, whether samples arrive `one_by_one`, how `decoding` is
+    included, source and error of the rates, and the steps of each of the `experts`, where the model has several.
 
     Args:
         goal: a key of GOALS.
@@ -144,18 +147,21 @@ def rivals(table: pd.DataFrame) -> pd.DataFrame:
     last.
 
     Columns: `way` in words, `layout`, `value` (of the goal's column), `times_best` (1 for the best), `needed_gib` (of a
-    way that fits nowhere, the least), `reason`.
+    way that fits nowhere, the least), `swap_s` (seconds to load an expert), `break_even_s` (of a way that swaps, with
+    the goal throughput: the same above which the step pipeline would be faster), `reason`.
     """
     column, rows = GOALS[table.attrs["goal"]][0], []
+    stages = table[(table["pp"] > 1) & table["place"].notna()]
     for way, own in table.groupby(table.apply(_way, axis=1), sort=False):
         ranked = own if own["place"].notna().any() else own.sort_values("needed_gib", kind="stable")
         row = ranked.to_dict("records")[0]
-        rows.append(
-            {"way": way, "value": row[column]} | {name: row[name] for name in ("layout", "needed_gib", "reason")}
-        )
+        rows.append({"way": way, "layout": row["layout"], "value": row[column], "break_even_s": math.nan, **row})
+        if row["swaps"] > 0 and column == "makespan_s" and len(stages):
+            rows[-1]["break_even_s"] = row["swap_s"] + (stages[column].iloc[0] - row[column]) / row["swaps"]
     found = pd.DataFrame(rows).sort_values("value", kind="stable", ignore_index=True)
-    found.insert(3, "times_best", found["value"] / found["value"].min())
-    return found
+    found["times_best"] = found["value"] / found["value"].min()
+    columns = ["way", "layout", "value", "times_best", "needed_gib", "swap_s", "break_even_s", "reason"]
+    return found[columns]
 
 
 def _way(row: pd.Series) -> str:
@@ -293,6 +299,10 @@ def _row(
     row, layout = _excluded(way, ""), way.layout
     if layout.dp > config.num_samples and not layout.fsdp:
         return row | {"reason": f"more replicas than samples ({config.num_samples})"}
+    if layout.frames > 1 and not config.is_svd:
+        refusal = costs.refusal(config.model, config.model_id, layout.frames)
+        if refusal is not None:
+            return row | {"reason": f"frames {layout.frames}: {refusal}"}
     try:
         whole = way.of(config)
     except ConfigError as error:
@@ -316,6 +326,9 @@ def _row(
     cost = predictor.per_stage(candidate)
     candidate = rates.balanced(candidate, cost, known)
     planned = rates.predict_schedule(candidate, cost, known, arrivals)
+    if way.swap is not None:
+        most = max(Counter(span.rank for span in planned.swaps).values(), default=0)
+        row |= {"swap_s": rates.swap_s(candidate, known), "swaps": most}
     return row | times(planned) | {"reason": _why(candidate, cost, known, planned)}
 
 

@@ -88,8 +88,8 @@ class Predictor:
 
     def _counted(self, config: RunConfig) -> Room:
         decoding = config.command, config.decode, config.decode_chunk_size
-        stages = None if config.experts is None else (config.layout, config.split, config.stage_weights, config.swap)
-        key = memory.alike(config), config.layout.shards, config.fsdp_cpu_offload, decoding, stages
+        swaps = config.swap is not None
+        key = memory.alike(config), *memory.kinds(config), swaps, config.fsdp_cpu_offload, decoding
         if key not in self.rooms:
             self.rooms[key] = _count(config)
         return self.rooms[key]

@@ -230,14 +230,21 @@ def rehearse(denoiser: Any, layout: Parallel, member: int = 0, calls_per_step: i
 
 def passes(config: RunConfig, dtype: torch.dtype) -> Passes:
     """How the run's pipeline guides, where a trace depends on it."""
-    from vdpp_core import models
-    from vdpp_core.models.stage import Passes, Stage
-    from vdpp_core.models.stand_ins import Inventor, Recorder
+    from vdpp_core.models.stage import Passes
 
     if config.is_svd:
         return Passes(1, config.guidance_passes)
     if (config.parallel or Parallel()).cfg == 1 and not config.sequential:
         return Passes(1, 1)
+    return _passes(config.replace(parallel=None), dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _passes(config: RunConfig, dtype: torch.dtype) -> Passes:
+    from vdpp_core import models
+    from vdpp_core.models.stage import Stage
+    from vdpp_core.models.stand_ins import Inventor, Recorder
+
     stage = Stage.around(config, models.denoisers_on_meta(config, dtype), HOST, dtype, Marks([]))
     stage.encode([0], Recorder(Inventor(0)))
     return stage.loop(0).passes

@@ -40,8 +40,9 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     The names of the user's documents keep the documents' definitions: `per_sample_times_ms` is the time between two
     samples of one replica (the first counted from the start of the clock, so it holds the fill), `avg_sample_time_s`
     leaves each replica's first sample out, and `throughput_samples_per_s` is 1 / average for a step pipeline but
-    samples / makespan for data parallel. Everything else follows the README's vocabulary; the fill is always included
-    except in `steady_state_samples_per_s`. The names carry the units.
+    samples / makespan for data parallel. Copies of the last stage, which finish samples side by side, count as replicas
+    here. Everything else follows the README's vocabulary; the fill is always included except in
+    `steady_state_samples_per_s`. The names carry the units.
     """
     in_steps = [span for span in spans if not span.beside]
     frame = pd.DataFrame(in_steps, columns=["rank", "sample", "start", "end", "busy"])
@@ -72,7 +73,7 @@ def numbers_of(
 
     Args:
         layout: that of the run.
-        replica: (samples,) the replica of each.
+        replica: (samples,) the replica of each, in the order of their numbers.
         latency: (samples,) seconds from its first step to its last.
         ended: (samples,) seconds from the start of the clock to its last step.
         busy: (ranks,) seconds in steps.
@@ -80,12 +81,13 @@ def numbers_of(
         left: (ranks,) when the last sample's last step ended; NaN for a rank without samples.
     """
     ends, makespan = np.sort(ended), float(ended.max())
-    order = np.lexsort((ended, replica))
-    same = np.diff(replica[order]) == 0
+    stream = replica * layout.copies[-1] + _turns(replica) % layout.copies[-1]
+    order = np.lexsort((ended, stream))
+    same = np.diff(stream[order]) == 0
     gaps = np.diff(ended[order], prepend=0.0)
     first = np.append(True, ~same)
     gaps[first] = ended[order][first]
-    counts = np.unique(replica, return_counts=True)[1]
+    counts = np.unique(stream, return_counts=True)[1]
     firsts, lasts = ended[order][first], ended[order][np.append(~same, True)]
     steady = float(((counts - 1) / (lasts - firsts)).sum()) if counts.min() > 1 else None
     average = float((gaps[~first] if same.any() else gaps).mean())
@@ -94,7 +96,7 @@ def numbers_of(
         "samples_finished": len(ended),
         "first_sample_time_s": float(ends[0]),
         "avg_sample_time_s": average,
-        "throughput_samples_per_s": 1 / average if layout.dp == 1 else len(ended) / makespan,
+        "throughput_samples_per_s": 1 / average if layout.dp * layout.copies[-1] == 1 else len(ended) / makespan,
         "per_sample_times_ms": (gaps * 1000).tolist(),
         "makespan_s": makespan,
         "samples_per_s": len(ended) / makespan,
@@ -106,3 +108,11 @@ def numbers_of(
         "utilisation_per_rank": utilisation.tolist(),
         "bubble": 1 - float(utilisation.mean()),
     }
+
+
+def _turns(replica: Array) -> Array:
+    """The number of each sample among those of its replica."""
+    turns = np.empty(len(replica), dtype=int)
+    for own in (replica == each for each in np.unique(replica)):
+        turns[own] = np.arange(own.sum())
+    return turns

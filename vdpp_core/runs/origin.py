@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from vdpp_core.config import RunConfig, manifest
+from vdpp_core.config import RunConfig, family, manifest
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import Execution
 from vdpp_core.runs.files import write_atomically
@@ -28,7 +28,9 @@ UNKNOWN = "unknown"
 # Fields of RunConfig that do not affect the bits of the latents. All others count, including those added later.
 WITHOUT_EFFECT = {
     *("num_samples", "warmup_samples"),  # sample m depends on seed + m alone
-    *("stage_weights", "fsdp_same_sample", "fsdp_cpu_offload"),  # which rank computes what, where parameters are kept
+    *("stage_weights", "split", "fsdp_same_sample"),  # which rank computes what
+    *("fsdp_cpu_offload", "swap", "swap_batch", "swap_gb_per_s"),  # where parameters are kept
+    "experts",  # follows from the model's files
     *("memory_limit_gib", "timeout_s", "stall_steps"),
     *("output_dir", "save_latents", "compare_official", "attention_slicing", "decode"),
 }
@@ -236,31 +238,37 @@ def _model(config: RunConfig, dtype: torch.dtype) -> dict[str, str]:
         return {"architecture": config.model}
     folder = Path(config.source).expanduser()
     if not folder.is_dir():
-        return {"revision": _revision(config.source)}
+        return {"revision": _revision(config)}
     paths = list(_read_files(folder, config, dtype))
     return dict(zip((path.relative_to(folder).as_posix() for path in paths), _digests(paths), strict=True))
 
 
 def _read_files(folder: Path, config: RunConfig, dtype: torch.dtype) -> Iterable[Path]:
     """The files that a run reads from a pipeline's folder. Of two variants of weights, the one nearer to its dtype."""
-    parts = ["scheduler", "unet"]
-    if config.image_path is not None:
+    parts = ["scheduler", "unet", *(f"unet/{name}" for name in config.svd_experts)]
+    if not config.is_svd:
+        index = family.index(str(folder))
+        parts = [name for name, place in index.items() if isinstance(place, list) and place[0]]
+    elif config.image_path is not None:
         parts += ["feature_extractor", "image_encoder", "vae"]
-        yield folder / "model_index.json"
+    if not config.is_svd or config.image_path is not None:
+        yield folder / family.INDEX
     for part in parts:
-        yield from sorted(folder.glob(f"{part}/*.json"))
+        for kind in ("json",) if config.is_svd else ("json", "txt", "model"):  # of tokenizers, too
+            yield from sorted(folder.glob(f"{part}/*.{kind}"))
         weights = [] if config.random_weights else sorted(folder.glob(f"{part}/*.safetensors"))
         half = [path for path in weights if ".fp16" in path.name]
         full = [path for path in weights if path not in half]
         yield from (full or half) if dtype == torch.float32 else (half or full)
 
 
-def _revision(repository: str) -> str:
+def _revision(config: RunConfig) -> str:
     """The commit of a hub model in the cache."""
     import huggingface_hub as hub
 
-    path = hub.try_to_load_from_cache(repository, "unet/config.json")
-    return Path(path).parts[-3] if isinstance(path, str) else UNKNOWN
+    name = family.UNET if config.is_svd else family.INDEX
+    path = hub.try_to_load_from_cache(str(config.source), name)
+    return Path(path).parents[name.count("/")].name if isinstance(path, str) else UNKNOWN
 
 
 def _digests(paths: list[Path]) -> list[str]:

@@ -4,6 +4,7 @@ Group norm has 32 groups everywhere. With 32 channels every channel would lose i
 """
 
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWi
 
 from vdpp_core.config.fields import LATENT_CHANNELS
 from vdpp_core.models.architectures import PUBLISHED_SCHEDULER
+from vdpp_core.models.experts import Experts
 from vdpp_core.tiny_svd.clips import FRAMES, SIZE
 
 GROUPS = 32  # of every group norm in these networks
@@ -145,7 +147,7 @@ def image_encoder() -> CLIPVisionModelWithProjection:
 def assemble(
     vae: AutoencoderKLTemporalDecoder,
     image_encoder: CLIPVisionModelWithProjection,
-    unet: UNetSpatioTemporalConditionModel,
+    unet: UNetSpatioTemporalConditionModel | Experts,
 ) -> StableVideoDiffusionPipeline:
     """Assemble a pipeline with the published scheduler."""
     scheduler = EulerDiscreteScheduler(**PUBLISHED_SCHEDULER)
@@ -162,3 +164,5 @@ def save(pipeline: StableVideoDiffusionPipeline, folder: Path) -> None:
     ):
         settings = folder / name
         settings.write_text(settings.read_text().replace(written, wanted))
+    for settings in folder.rglob("*.json"):
+        settings.write_text(re.sub(r'\n *"_name_or_path": .*', "", settings.read_text()))  # where it was loaded from

@@ -1,6 +1,7 @@
 """Trains the tiny Stable Video Diffusion that ships with the package, on clips that it draws itself; see TRAINING.md.
 
-Run: python -m vdpp_core.tiny_svd.train FOLDER [--small]      (the same command resumes an interrupted training)
+Run: python -m vdpp_core.tiny_svd.train FOLDER [--experts] [--small]
+The same command resumes an interrupted training.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from diffusers import AutoencoderKLTemporalDecoder, StableVideoDiffusionPipeline
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
+from vdpp_core.config.fields import MODELS
 from vdpp_core.models.architectures import PUBLISHED_SCHEDULER
+from vdpp_core.models.experts import Experts
 from vdpp_core.plots import video_quality
 from vdpp_core.runs import machine
 from vdpp_core.tiny_svd import model
-from vdpp_core.tiny_svd.clips import FRAMES, SIZE, scenes, to_image
+from vdpp_core.tiny_svd.clips import FRAMES, SIZE, Scenes, scenes, to_image
 
 CHECKPOINT_EVERY_S = 120
 LOG_EVERY = 50
 BATCH = 8
 CROP = 32
 CONDITIONING_DROPOUT = 0.1
+BOUNDARY = 9.0  # sigma; Wan 2.2 image-to-video changes experts at flow time 0.9, where noise / signal is 0.9 / 0.1
+SIGMA_MIN, SIGMA_MAX = PUBLISHED_SCHEDULER["sigma_min"], PUBLISHED_SCHEDULER["sigma_max"]
+EXPERTS = {"high_noise": (BOUNDARY, SIGMA_MAX), "low_noise": (SIGMA_MIN, BOUNDARY)}
+RANGES = EXPERTS | {"control": (SIGMA_MIN, SIGMA_MAX)}
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,12 @@ class Setting:
 
     vae_iterations: int
     unet_iterations: int
+    expert_iterations: int  # of each of the two; their control takes as many as both
     pool: int  # clips that the UNet's batches are drawn from; every second iteration replaces one
 
 
-LONG = Setting(vae_iterations=2400, unet_iterations=1800, pool=1024)
-SMALL = Setting(vae_iterations=200, unet_iterations=200, pool=64)
+LONG = Setting(vae_iterations=2400, unet_iterations=1800, expert_iterations=600, pool=1024)
+SMALL = Setting(vae_iterations=200, unet_iterations=200, expert_iterations=30, pool=64)
 
 
 class Training:
@@ -73,7 +81,7 @@ class Training:
 
     def _rate(self, iteration: int) -> float:
         cosine = (1 + math.cos(math.pi * iteration / self.iterations)) / 2
-        return min(1.0, (iteration + 1) / 100) * max(0.01, cosine)
+        return min(1.0, (iteration + 1) / min(100, self.iterations / 6)) * max(0.01, cosine)
 
     def run(self, loss_of_a_batch: Callable[[], tuple[Tensor, float]]) -> None:
         """Train to the end; `loss_of_a_batch` returns the loss and a figure to log beside it."""
@@ -188,9 +196,8 @@ class Pool:
         )
 
     @torch.no_grad()
-    def put(self, index: int, pipeline: StableVideoDiffusionPipeline) -> None:
-        """Draw a clip and encode it as the official pipeline does, with a random frame rate, which has no effect."""
-        clip = scenes(1)
+    def put(self, index: int, pipeline: StableVideoDiffusionPipeline, clip: Scenes) -> None:
+        """Encode the clip of one scene as the official pipeline does, with a random frame rate, which has no effect."""
         frames = clip.draw()[0]
         strength = 0.1 * torch.rand(()).item()
         noisy = frames[:1] * 2 - 1 + strength * torch.randn_like(frames[:1])
@@ -201,56 +208,99 @@ class Pool:
 
 
 def train_unet(folder: Path, setting: Setting, vae: AutoencoderKLTemporalDecoder) -> StableVideoDiffusionPipeline:
-    """Train the UNet as a denoiser with SVD's preconditioning (Karras et al. 2022, EDM; Blattmann et al. 2023, SVD).
+    """Train the UNet over all noise levels, after measuring the scaling factor of the latents."""
+    torch.manual_seed(2)
+    unet = model.unet()
+    pipeline = model.assemble(vae, model.image_encoder(), unet)
+    train_denoiser("unet", pipeline, folder, setting.unet_iterations, 8e-4, setting.pool, measure_scale=True)
+    return pipeline
 
-    The loss is the squared error of the v-prediction, that is of the denoised latents weighted with (σ² + 1)/σ². σ is
-    log-normal, and one in eight uniform in log σ over the schedule. Conditioning is dropped at random for
+
+def train_expert(name: str, folder: Path, setting: Setting) -> StableVideoDiffusionPipeline:
+    """Fine-tune the UNet in the package on one of RANGES.
+
+    Iteration i of each name has the same clips, noise and quantiles of sigma, since the seed is the same.
+    """
+    torch.manual_seed(3)
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"], use_safetensors=True)
+    iterations = setting.expert_iterations * (2 if name == "control" else 1)
+    train_denoiser(name, pipeline, folder, iterations, 3e-4, setting.pool, RANGES[name])
+    return pipeline
+
+
+def train_denoiser(
+    name: str,
+    pipeline: StableVideoDiffusionPipeline,
+    folder: Path,
+    iterations: int,
+    learning_rate: float,
+    pool_size: int,
+    sigma_range: tuple[float, float] = (SIGMA_MIN, SIGMA_MAX),
+    measure_scale: bool = False,
+) -> None:
+    """Train a pipeline's UNet as a denoiser with SVD's preconditioning (Karras et al. 2022, EDM; Blattmann et al. 2023,
+    SVD).
+
+    σ is log-normal, and one in eight uniform in log σ, both within `sigma_range`. Conditioning is dropped at random for
     classifier-free guidance (Ho and Salimans 2022).
     """
-    torch.manual_seed(2)
-    unet, pool = model.unet(), Pool.empty(setting.pool)
-    pipeline = model.assemble(vae, model.image_encoder(), unet)
-    scaling_factor = torch.zeros(())
+    vae, unet, pool = pipeline.vae, pipeline.unet, Pool.empty(pool_size)
+    scaling_factor = torch.tensor(vae.config.scaling_factor)
     memory = vars(pool) | {"scaling_factor": scaling_factor}
-    training = Training("unet", unet, folder, setting.unet_iterations, 8e-4, memory)
+    training = Training(name, unet, folder, iterations, learning_rate, memory)
     if not training.iteration:
-        for index in range(setting.pool):
-            pool.put(index, pipeline)
-        scaling_factor.copy_(1 / pool.latents.std())
+        for index in range(pool_size):
+            pool.put(index, pipeline, scenes(1))
+        if measure_scale:
+            scaling_factor.copy_(1 / pool.latents.std())
     vae.register_to_config(scaling_factor=scaling_factor.item())
 
     def batch() -> tuple[Tensor, float]:
         if training.iteration % 2:
-            pool.put(training.iteration // 2 % setting.pool, pipeline)
-        chosen = torch.randint(setting.pool, (BATCH,))
-        kept = (torch.rand(BATCH) > CONDITIONING_DROPOUT).float().view(-1, 1, 1, 1, 1)
-        sigmas = _sigmas()
-        sigma = sigmas.view(-1, 1, 1, 1, 1)
-        clean = pool.latents[chosen] * scaling_factor
-        noisy = clean + sigma * torch.randn_like(clean)
-        image_latents = (pool.image_latents[chosen][:, None] * kept).expand_as(clean)
-        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
-            prediction = unet(
-                torch.cat([noisy / (sigma**2 + 1).sqrt(), image_latents], dim=2),
-                sigmas.log() / 4,
-                encoder_hidden_states=pool.image_embeddings[chosen] * kept[..., 0, 0],
-                added_time_ids=pool.added_time_ids[chosen],
-                return_dict=False,
-            )[0]
-        prediction = prediction.float()
-        denoised = noisy / (sigma**2 + 1) - prediction * sigma / (sigma**2 + 1).sqrt()
-        errors = ((denoised - clean) ** 2).mean(dim=(1, 2, 3, 4))
-        return (errors * (sigmas**2 + 1) / sigmas**2).mean(), errors.mean().sqrt().item()
+            pool.put(training.iteration // 2 % pool_size, pipeline, scenes(1))
+        chosen = torch.randint(pool_size, (BATCH,))
+        kept = (torch.rand(BATCH) > CONDITIONING_DROPOUT).float()
+        sigmas = draw_sigmas(*sigma_range)
+        losses = denoising_losses(unet, pool, chosen, sigmas, scaling_factor, kept)
+        errors = losses.detach() * sigmas**2 / (sigmas**2 + 1)
+        return losses.mean(), errors.mean().sqrt().item()
 
     training.run(batch)
-    return pipeline
 
 
-def _sigmas() -> Tensor:
-    """One sigma from each eighth of the distribution, so that batches differ less."""
-    shares = (torch.arange(BATCH) + torch.rand(BATCH)) / BATCH
+def denoising_losses(
+    unet: nn.Module, pool: Pool, chosen: Tensor, sigmas: Tensor, scaling_factor: Tensor, kept: Tensor
+) -> Tensor:
+    """Losses (N,) of clips denoised in one step: the mean squared error of the v-prediction, that is of the denoised
+    latents weighted with (σ² + 1)/σ².
+
+    Args:
+        chosen: (N,), indices of clips in the pool.
+        sigmas: (N,), their noise levels, or () for one of all; the noise comes from torch's global generator.
+        kept: (N,), 1 with conditioning and 0 without.
+    """
+    sigma, kept = (values.view(-1, 1, 1, 1, 1) for values in (sigmas, kept))
+    clean = pool.latents[chosen] * scaling_factor
+    noisy = clean + sigma * torch.randn_like(clean)
+    image_latents = (pool.image_latents[chosen][:, None] * kept).expand_as(clean)
+    with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
+        prediction = unet(
+            torch.cat([noisy / (sigma**2 + 1).sqrt(), image_latents], dim=2),
+            sigmas.log() / 4,
+            encoder_hidden_states=pool.image_embeddings[chosen] * kept[..., 0, 0],
+            added_time_ids=pool.added_time_ids[chosen],
+            return_dict=False,
+        )[0]
+    prediction = prediction.float()
+    denoised = noisy / (sigma**2 + 1) - prediction * sigma / (sigma**2 + 1).sqrt()
+    return ((denoised - clean) ** 2).mean(dim=(1, 2, 3, 4)) * (sigmas**2 + 1) / sigmas**2
+
+
+def draw_sigmas(low: float = SIGMA_MIN, high: float = SIGMA_MAX) -> Tensor:
+    """One sigma from each eighth of the distribution between low and high, so that batches differ less."""
+    first, last = torch.special.ndtr((torch.tensor([low, high]).log() - 0.7) / 1.6)
+    shares = first + (last - first) * (torch.arange(BATCH) + torch.rand(BATCH)) / BATCH
     sigmas = (0.7 + 1.6 * torch.special.ndtri(shares)).exp()
-    low, high = PUBLISHED_SCHEDULER["sigma_min"], PUBLISHED_SCHEDULER["sigma_max"]
     sigmas[torch.randint(BATCH, ())] = low * (high / low) ** torch.rand(()).item()
     return sigmas.clamp(low, high)
 
@@ -268,9 +318,22 @@ def train(folder: Path, setting: Setting) -> None:
     figure.savefig(folder / "training.png")
 
 
+def train_experts(folder: Path, setting: Setting) -> None:
+    """Fine-tune the experts and their control, resuming if possible; write folder/experts, folder/control, a log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pipelines = {name: train_expert(name, folder, setting) for name in RANGES}
+    logs = pd.concat({name: pd.read_csv(folder / f"{name}.csv") for name in RANGES}, names=["network"])
+    logs.droplevel(1).to_csv(folder / "training-experts.csv")
+    control = pipelines["control"]
+    experts = Experts({name: pipelines[name].unet for name in EXPERTS}, [math.log(BOUNDARY) / 4])
+    model.save(model.assemble(control.vae, control.image_encoder, experts), folder / "experts")
+    model.save(control, folder / "control")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--small", action="store_true", help="minutes instead of two hours, to check that it works")
+    parser.add_argument("--experts", action="store_true", help="fine-tune the experts from the model in the package")
+    parser.add_argument("--small", action="store_true", help="a few minutes at most, to check that it works")
     arguments = parser.parse_args()
-    train(arguments.folder, SMALL if arguments.small else LONG)
+    (train_experts if arguments.experts else train)(arguments.folder, SMALL if arguments.small else LONG)
