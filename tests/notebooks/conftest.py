@@ -41,6 +41,17 @@ SMALL: dict[str, dict[str, Any]] = {
         "PROMPTS": ["a red ball", "two boats"],
         "BUCKETS": [127, 255],
     },
+    "09_experts": {
+        "TOTAL_STEPS": 2,
+        "NUM_SAMPLES": 2,
+        "FOUR_STEPS": 4,
+        "FOUR_SAMPLES": 4,
+        "FOUR_BOUNDARY": 100.0,
+        "VIDEO_STEPS": 4,
+        "IMAGES": 2,
+        "WAN_STEPS": [4],
+        "WAN_SAMPLES": 4,
+    },
 }
 PREDICTING = ["02_fsdp_memory", "03_latency"]  # in test_predicting.py
 FIGURES = {
@@ -68,6 +79,7 @@ FIGURES = {
     "06_lab": {"lab_compared", "lab_stopped"},
     "07_plots": {"throughput", "latency", "scaling_efficiency"},
     "08_any_pipeline": {"handed_on"},
+    "09_experts": {"loading", "gantt_predicted", "memory", "gantt", "gantt_four_predicted", "gantt_four", "videos"},
 }
 AFTERWARDS = {  # a cell that only the tests have
     "04_planner": """

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from vdpp_core.config.layout import Parallel
 from vdpp_core.plots.style import COLOURS, INK, MARKERS, NAMES, axis_of, new_figure
@@ -190,7 +190,7 @@ def makespans(layouts: Sequence[tuple[Parallel, pd.Series]], title: str, small_p
 def loading(
     lines: Sequence[tuple[str, pd.Series]], speeds: Mapping[str, float], title: str, small_print: str
 ) -> Figure:
-    """Time of data parallel that loads experts, as a multiple of the step pipeline's, against the speed of loading.
+    """Time of replicas that load experts, as a multiple of the step pipeline's, against the speed of loading.
 
     Args:
         lines: (name, multiples over GB/s) of each; at most five.
@@ -201,15 +201,18 @@ def loading(
     for (name, multiples), axis in zip(lines, COLOURS, strict=False):
         _line(panel, multiples, axis, "predicted", name)
     panel.axhline(1, color=INK, linewidth=1)
-    panel.axhspan(1, 1e3, color="#eeeeee", zorder=0)
-    top = max(float(multiples.max()) for _, multiples in lines)
+    panel.axhspan(1, 1e6, color="#eeeeee", zorder=0)
+    least, most = (pick(float(pick(multiples)) for _, multiples in lines) for pick in (min, max))
+    panel.set(xscale="log", yscale="log", xlabel="speed of loading an expert (GB/s)", ylim=(least / 1.3, most * 1.3))
     for name, gb_per_s in speeds.items():
         panel.axvline(gb_per_s, color=INK, linewidth=0.8, linestyle=":")
-        panel.text(gb_per_s, 0.03, f" {name}", transform=panel.get_xaxis_transform(), fontsize=7.5)
-    words, look = "grey: the step pipeline finishes first", {"ha": "right", "va": "bottom", "fontsize": 7.5}
-    panel.text(0.99, 1.01, words, transform=panel.get_yaxis_transform(), **look)
-    panel.set(xscale="log", xlabel="speed of loading an expert (GB/s)", ylim=(0, top * 1.08))
-    panel.set_ylabel("time of loading / time of the step pipeline")
+        words = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 7.5}
+        panel.text(gb_per_s, 0.98, name, transform=panel.get_xaxis_transform(), **words)
+    panel.set_ylabel("time of replicas / time of stages")
+    panel.set_title("grey: the step pipeline finishes first", fontsize=9, loc="left", fontweight="normal")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.xaxis.set_major_formatter("{x:g}")
     panel.legend(fontsize=7.5)
     return figure
