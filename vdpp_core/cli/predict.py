@@ -99,6 +99,10 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
         lines.append(f"  decoding a sample, {at_once}: {decoding:.3f} GB")
     elif not config.is_svd:
         lines.append(f"  decoding is not predicted for {config.pipeline_class}")
+    if config.experts is not None and config.layout.pp > 1:
+        for stage, (steps, peak) in enumerate(zip(config.stages(), facts["peak_gb_per_stage"], strict=True)):
+            names = " and ".join(config.experts_of(stage) or ())
+            lines.append(f"  stage {stage}, {len(steps)} steps of {names}: {peak:.3f} GB")
     if config.layout.pp > 1 or not config.is_svd:
         lines.append(f"  {_handoff(facts)}")
     return lines
