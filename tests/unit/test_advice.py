@@ -50,6 +50,11 @@ def row(table: pd.DataFrame, layout: str):
     return found
 
 
+def test_only_the_ways_that_are_given_are_ranked():
+    ways = [planner.Way(Parallel(pp=2)), planner.Way(Parallel(dp=2))]
+    assert [*simple("throughput", 2, SVD.replace(num_samples=4), ways=ways)["layout"]] == ["dp 2", "pp 2"]
+
+
 @pytest.mark.parametrize("gpus", range(1, 9))
 def test_all_layouts_are_looked_at_once(gpus):
     found = list(planner.layouts(gpus))

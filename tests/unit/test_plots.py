@@ -145,6 +145,17 @@ def test_failed_runs_are_not_drawn(table):
     assert max(max(line.get_ydata()) for line in figure.axes[0].lines if len(line.get_ydata())) < 99
 
 
+def test_the_speeds_of_loading_that_favour_stages_are_shaded_and_others_marked():
+    lines = [("40 steps", pd.Series({0.1: 3.0, 1.0: 1.0, 10.0: 0.7})), ("4 steps", pd.Series({0.1: 20.0, 10.0: 1.1}))]
+    (panel,) = scaling.loading(lines, {"disk, assumed": 3.0}, "a title", "small print").axes
+    lowest, highest = panel.get_ylim()
+    assert lowest < 0.7
+    assert highest > 20
+    assert "GB/s" in panel.get_xlabel()
+    assert [text.get_text() for text in panel.texts] == ["disk, assumed"]
+    assert len({line.get_marker() for line in panel.lines[:2]}) == 2
+
+
 def test_sliders_redraw_the_figure_when_moved():
     def draw(ranks: int):
         layout = Parallel(pp=ranks)
