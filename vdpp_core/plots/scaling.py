@@ -214,7 +214,7 @@ def loading(
     panel.yaxis.set_major_formatter("{x:g}")
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.xaxis.set_major_formatter("{x:g}")
-    panel.legend(fontsize=7.5)
+    panel.legend(fontsize=7.5, loc="upper center")
     return figure
 
 
