@@ -207,14 +207,14 @@ def loading(
     for name, gb_per_s in speeds.items():
         panel.axvline(gb_per_s, color=INK, linewidth=0.8, linestyle=":")
         words = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 7.5}
-        panel.text(gb_per_s, 0.98, name, transform=panel.get_xaxis_transform(), **words)
+        panel.text(gb_per_s, 0.62, name, transform=panel.get_xaxis_transform(), **words)
     panel.set_ylabel("time of replicas / time of stages")
     panel.set_title("grey: the step pipeline finishes first", fontsize=9, loc="left", fontweight="normal")
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter("{x:g}")
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.xaxis.set_major_formatter("{x:g}")
-    panel.legend(fontsize=7.5, loc="upper center")
+    panel.legend(fontsize=7.5, loc="upper right")
     return figure
 
 
