@@ -175,18 +175,23 @@ def test_a_stopped_sweep_drops_what_waits(tmp_path: Path, wait_until: WaitUntil)
 def test_the_same_from_a_terminal(
     tmp_path: Path, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    """`start` and `stop` as processes of their own; `test_standstill.py` has one of `status`."""
+    monkeypatch.chdir(tmp_path)
+
+    def printed(*words: str) -> str:
+        main(list(words))
+        return capsys.readouterr().out
+
     flags = ["benchmark", "--num-samples", "150", "--num-frames", "4", "--threads", "1", "--json"]
     started = launch_command(tmp_path, "start", "--nproc", "2", *flags)
     assert started.returncode == 0, started.stderr
     run = json.loads(started.stdout)["run_id"]
     try:
         wait_until(lambda: finished(tmp_path / "runs" / run), 90)
-        row = json.loads(launch_command(tmp_path, "status", run, "--json").stdout)[0]
+        row = json.loads(printed("status", run, "--json"))[0]
         assert (row["run"], row["status"]) == (run, "running")
-        assert launch_command(tmp_path, "tail", run, "--rank", "1").returncode == 0
+        printed("tail", run, "--rank", "1")
     finally:
         stopped = launch_command(tmp_path, "stop", run)
     assert "stopped" in stopped.stdout
-    monkeypatch.chdir(tmp_path)
-    main(["status"])
-    assert run in capsys.readouterr().out
+    assert run in printed("status")
