@@ -1,6 +1,6 @@
-"""Under torchrun on two ranks, with the doubles: breaks each of their rules in turn; rank 0 prints JSON.
+"""On two ranks, with the doubles: breaks each of their rules in turn; rank 0 prints JSON.
 
-python -m torch.distributed.run --standalone --nproc_per_node=2 -m tests.distributed.breaking strict|late
+python -m tests.distributed.forked 2 tests.distributed.breaking strict|late
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -73,11 +74,13 @@ def forked_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., p
     second. They print into the log, and errors into a file .err beside it. The agent is no child of this process: its
     exit code is not known.
     """
-    root = tmp_path_factory.mktemp("forked")
-    first = RunConfig(model="dummy", total_steps=1, latent_shape=(1, 4, 2, 8, 8), output_dir=root / "first")
-    assert launch.start(first).wait(120)["outcome"] == "ok"  # and a server stays
+    root, warm = tmp_path_factory.mktemp("forked"), set()
 
     def start(path: Path, ranks: int, *arguments: Any) -> psutil.Process:
+        if (key := warm_start.key()) not in warm:  # a server for each set of doubles
+            first = RunConfig(model="dummy", total_steps=1, latent_shape=(1, 4, 2, 8, 8), output_dir=root / key)
+            assert launch.start(first).wait(120)["outcome"] == "ok"  # and a server stays
+            warm.add(key)
         torchrun = ["vdpp_core.cli.local_torchrun", f"--nproc_per_node={ranks}", "-m", "vdpp_core"]
         agents: list[psutil.Process] = []
         with path.open("w") as log, path.with_suffix(".err").open("w") as errors:
@@ -101,6 +104,14 @@ def warm_ranks(
         assert all(Run(folder).result() for folder in folders), log.with_suffix(".err").read_text()
 
     return run
+
+
+def forked_ranks(ranks: int, module: str, *arguments: str, **environment: str) -> Any:
+    """The JSON that rank 0 of a test module prints, whose ranks `forked.py` starts."""
+    command = [sys.executable, "-m", "tests.distributed.forked", str(ranks), module, *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=480, env=os.environ | environment)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 @pytest.fixture

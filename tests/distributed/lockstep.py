@@ -1,6 +1,6 @@
-"""Under torchrun: a UNet before, while and after it is split over the ranks; rank 0 prints JSON.
+"""A UNet before, while and after it is split over the ranks; rank 0 prints JSON.
 
-python -m torch.distributed.run --standalone --nproc_per_node=N -m tests.distributed.lockstep [--all] LAYOUT…
+python -m tests.distributed.forked N tests.distributed.lockstep [--all] LAYOUT…
 with each LAYOUT the JSON of a Parallel of N ranks. For each, in one process, fp32 and fp64: num_frames 5, 14, 25 at
 latents of 9 × 16 or 8 × 8, with --all at both; of those that combine axes one case. On two ranks, also the official
 pipeline (`official.py`) around a UNet that is split by frames.
@@ -8,6 +8,7 @@ pipeline (`official.py`) around a UNet that is split by frames.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from typing import Any
@@ -36,11 +37,23 @@ def inputs(frames: int, size: tuple[int, int], dtype: torch.dtype) -> dict[str, 
     }
 
 
-def of_rank_0(unet: Any, given: dict[str, Any]) -> torch.Tensor:
+def tiny(dtype: torch.dtype) -> Any:
+    unet = UNetSpatioTemporalConditionModel.from_pretrained(MODELS["tiny"], subfolder="unet").eval()
+    return torch.nn.Module.to(unet, dtype)
+
+
+@functools.cache
+def of_rank_0(frames: int, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Computed by one rank alone, known to all."""
-    prediction = unet(**given).sample if dist.get_rank() == 0 else given["sample"][:, :, :4].contiguous()
+    given = inputs(frames, size, dtype)
+    prediction = tiny(dtype)(**given).sample if dist.get_rank() == 0 else given["sample"][:, :, :4].contiguous()
     dist.broadcast(prediction, 0)
     return prediction
+
+
+@functools.cache
+def of_this_rank(frames: int, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return tiny(dtype)(**inputs(frames, size, dtype)).sample
 
 
 def is_refused(network: Any, mesh: Any) -> bool:
@@ -56,12 +69,10 @@ def is_refused(network: Any, mesh: Any) -> bool:
 
 def errors(layout: Parallel, dtype: torch.dtype, several: list[tuple[int, tuple[int, int]]]) -> dict[str, Any]:
     """Relative error of each case, and whether the UNet is afterwards what it was."""
-    load = UNetSpatioTemporalConditionModel.from_pretrained
-    unet = torch.nn.Module.to(load(MODELS["tiny"], subfolder="unet").eval(), dtype)
+    unet = tiny(dtype)
     combined = layout.fsdp or layout.world_size > max(layout.frames, layout.cfg)
     cases = several[1:2] if combined else several
-    alone = [of_rank_0(unet, inputs(*case, dtype)) for case in cases]
-    before = unet(**inputs(*cases[0], dtype)).sample
+    alone = [of_rank_0(*case, dtype) for case in cases]
     mesh = layout.mesh("cpu")
     assert is_refused(torch.nn.Linear(1, 1), mesh) == (layout.frames > 1)
     assert vdpp_core.parallelize(unet, mesh, fsdp=layout.fsdp) is unet
@@ -73,7 +84,7 @@ def errors(layout: Parallel, dtype: torch.dtype, several: list[tuple[int, tuple[
         found[f"{frames} × {size[0]} × {size[1]}"] = ((prediction - expected).norm() / expected.norm()).item()
     vdpp_core.restore(unet)
     again = unet(**inputs(*cases[0], dtype)).sample
-    return {"errors": found, "same_afterwards": torch.equal(again, before)}
+    return {"errors": found, "same_afterwards": torch.equal(again, of_this_rank(*cases[0], dtype))}
 
 
 def main() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.breaking import RULES
-from tests.distributed.conftest import COMMAND, with_doubles
+from tests.distributed.conftest import forked_ranks, with_doubles
 from tests.doubles.checking import check
 from vdpp_core import RunConfig
 from vdpp_core.config.fields import EXAMPLE_IMAGE
@@ -33,11 +30,7 @@ SYNCHRONISED = {  # dp × pp × cfg × frames × fsdp, in fours
 
 def broken(kind: str, folder: Path) -> Any:
     """What the ranks of `breaking.py` say of themselves."""
-    command = [*COMMAND, "--nproc_per_node=2", "-m", "tests.distributed.breaking", kind]
-    environment = os.environ | with_doubles(folder, "strict", kind)
-    process = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return forked_ranks(2, "tests.distributed.breaking", kind, **with_doubles(folder, "strict", kind))
 
 
 def test_each_rule_that_is_broken_is_named(tmp_path: Path) -> None:
@@ -63,7 +56,7 @@ def test_messages_are_late(tmp_path: Path) -> None:
 def test_synchronising_the_device_at_any_moment_locks_nothing_up(
     queues: str,
     tmp_path: Path,
-    torchrun: Callable[..., subprocess.CompletedProcess[str]],
+    warm_ranks: Callable[..., None],
     official: Callable[[RunConfig, int], torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -77,12 +70,12 @@ def test_synchronising_the_device_at_any_moment_locks_nothing_up(
         runfolder.create(base.replace(output_dir=tmp_path / name, parallel=layout))
         for name, layout in SYNCHRONISED.items()
     ]
-    process = torchrun(4, "run", *folders)
-    assert process.returncode == 0, process.stderr
+    warm_ranks(4, *folders)
     verdict = check(tmp_path)
     assert verdict.problems == []
     assert verdict.calls > 500
     for folder in folders:
+        assert Run(folder).result()["outcome"] == "ok"
         for sample in range(base.num_samples):
             latents, expected = Run(folder).load_latents(sample), official(base, sample)
             assert ((latents - expected).norm() / expected.norm()).item() <= 1e-5, folder.name

@@ -26,7 +26,7 @@ from vdpp_core.runs.run import Run
 LONG = {
     "parallel": Parallel(pp=2),
     "total_steps": 8,
-    "num_samples": 400,
+    "num_samples": 150,
     "num_frames": 5,
     "save_latents": True,
     "threads": 1,

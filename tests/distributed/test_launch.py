@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import launch
+from launch.__main__ import main
 from tests.distributed.conftest import launch_command
 from tests.patience import FairClock, result_of
 from vdpp_core import Parallel, RunConfig
@@ -23,7 +24,7 @@ from vdpp_core.runs import runfolder
 from vdpp_core.runs.run import Run
 
 WaitUntil = Callable[[Callable[[], Any], float], Any]
-LONG = RunConfig(num_samples=500, total_steps=20, num_frames=4, save_latents=True, threads=1)
+LONG = RunConfig(num_samples=150, total_steps=20, num_frames=4, save_latents=True, threads=1)
 SHORT = RunConfig(model="dummy", total_steps=4, num_samples=3, latent_shape=(1, 4, 2, 8, 8), device="cpu")
 
 
@@ -171,17 +172,26 @@ def test_a_stopped_sweep_drops_what_waits(tmp_path: Path, wait_until: WaitUntil)
 
 
 @pytest.mark.slow
-def test_the_same_from_a_terminal(tmp_path: Path, wait_until: WaitUntil):
-    flags = ["benchmark", "--num-samples", "500", "--num-frames", "4", "--threads", "1", "--json"]
+def test_the_same_from_a_terminal(
+    tmp_path: Path, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`start` and `stop` as processes of their own; `test_standstill.py` has one of `status`."""
+    monkeypatch.chdir(tmp_path)
+
+    def printed(*words: str) -> str:
+        main(list(words))
+        return capsys.readouterr().out
+
+    flags = ["benchmark", "--num-samples", "150", "--num-frames", "4", "--threads", "1", "--json"]
     started = launch_command(tmp_path, "start", "--nproc", "2", *flags)
     assert started.returncode == 0, started.stderr
     run = json.loads(started.stdout)["run_id"]
     try:
         wait_until(lambda: finished(tmp_path / "runs" / run), 90)
-        row = json.loads(launch_command(tmp_path, "status", run, "--json").stdout)[0]
+        row = json.loads(printed("status", run, "--json"))[0]
         assert (row["run"], row["status"]) == (run, "running")
-        assert launch_command(tmp_path, "tail", run, "--rank", "1").returncode == 0
+        printed("tail", run, "--rank", "1")
     finally:
         stopped = launch_command(tmp_path, "stop", run)
     assert "stopped" in stopped.stdout
-    assert run in launch_command(tmp_path, "status").stdout
+    assert run in printed("status")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
 
 import pytest
 import torch
 
-from tests.distributed.conftest import COMMAND
+from tests.distributed.conftest import forked_ranks
 from tests.distributed.lockstep import TOLERANCES
 from vdpp_core import Parallel
 
@@ -30,10 +28,7 @@ LAYOUTS = [
 def of_ranks(ranks):
     """What the ranks found, for all layouts of so many of them."""
     layouts = [layout.model_dump_json() for layout in LAYOUTS if layout.world_size == ranks]
-    command = [*COMMAND, f"--nproc_per_node={ranks}", "-m", "tests.distributed.lockstep", *layouts]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=480)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return forked_ranks(ranks, "tests.distributed.lockstep", *layouts)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -23,7 +23,7 @@ from vdpp_core.runs.run import Run
 WaitUntil = Callable[[Callable[[], Any], float], Any]
 ENDPOINT = "10.77.0.1:29400"
 TIMEOUT_S = 5
-LONG = ["benchmark", "--num-samples", "500", "--total-steps", "8", "--timeout-s", str(TIMEOUT_S), "--pp", "2"]
+LONG = ["benchmark", "--num-samples", "250", "--total-steps", "8", "--timeout-s", str(TIMEOUT_S), "--pp", "2"]
 
 
 def ip(*arguments: str) -> str:

@@ -7,6 +7,7 @@ and nothing waits for anything else; a program can rely on any of that without i
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import threading
@@ -120,10 +121,13 @@ class Late:
 
     def synchronise_at_random(self) -> None:
         """From now on before calls of modules, here and there; on each rank elsewhere."""
-        chance = random.Random(os.environ.get("RANK"))
+
+        @functools.cache
+        def chance() -> random.Random:  # made by the first call: a rank may be a fork
+            return random.Random(os.environ.get("RANK"))
 
         def hook(*_: Any) -> None:
-            if chance.random() < OFTEN:
+            if chance().random() < OFTEN:
                 self.synchronise()
 
         torch.nn.modules.module.register_module_forward_pre_hook(hook)

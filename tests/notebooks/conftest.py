@@ -81,22 +81,38 @@ FIGURES = {
     "08_any_pipeline": {"handed_on"},
     "09_experts": {"loading", "gantt_predicted", "memory", "gantt", "gantt_four_predicted", "gantt_four", "videos"},
 }
-AFTERWARDS = {  # a cell that only the tests have
-    "04_planner": """
+ADDED = {  # cells that only the tests have: code that the next cell begins with, or None for the end; what they say
+    "04_planner": [
+        (
+            "def ends(control):",  # moves every control to its ends
+            """
 *controls, picture = panel.children
-for control in controls:
-    before, drawn = control.value, []
-    for value in ends(control):
-        control.value = value
-        drawn.append(bytes(picture.value))
-    control.value = before
-    same = drawn[0] == drawn[-1] or not all(one.startswith(b"\\x89PNG") for one in drawn)
+drawn = {}
+
+
+def draws(*_):
+    drawn[tuple(control.value for control in controls)] = bytes(picture.value)
+
+
+draws()
+picture.observe(draws, "value")
+""",
+        ),
+        (
+            None,
+            """
+now = [control.value for control in controls]
+for number, control in enumerate(controls):
+    first, *_, last = [drawn.get((*now[:number], value, *now[number + 1 :]), b"") for value in ends(control)]
+    same = first == last or not all(one.startswith(b"\\x89PNG") for one in (first, last))
     print(f"moved {control.description}: {'nothing changed' if same else 'redrawn'}")
 for chosen in ({"dp": 4, "pp": 2}, {"pp": 6, "total_steps": 5}, {"frames": 3, "num_frames": 2}, {"fsdp": True}):
     print(chosen, "->", plan(gpus=6, goal="latency", **chosen).axes[0].texts[0].get_text())
 print("one video ->", plan(gpus=6, goal="cadence", num_samples=1).axes[0].texts[0].get_text())
 print("too large ->", plan(gpus=1, goal="latency", height=1280, width=2304, capacity_gib=1).get_suptitle())
 """,
+        ),
+    ],
 }
 
 
@@ -118,8 +134,10 @@ def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             book = parameterize_notebook(load_notebook_node(str(path)), SMALL[name])
             if name == "04_planner":
                 _write_quiet_runs(work)
-            if name in AFTERWARDS:
-                book.cells.append(nbformat.v4.new_code_cell(AFTERWARDS[name]))
+            for following, source in ADDED.get(name, []):
+                starts = [number for number, cell in enumerate(book.cells) if cell.source.startswith(following or "\0")]
+                (place,) = [len(book.cells)] if following is None else starts
+                book.cells.insert(place, nbformat.v4.new_code_cell(source))
             nbformat.write(book, out)
             if lab:
                 _in_browser(lab, out)

@@ -139,7 +139,7 @@ def test_the_lab_runs_what_its_panel_would_and_predicts_one_layout_from_another(
     assert "no finished run here" in shown
     assert "Times based on: measured: run " in shown
     assert re.search(r"<th>outcome</th>\s*<td>ok</td>\s*<td>ok</td>\s*<td>stopped</td>", shown)
-    assert re.search(r"stopped after [1-9]\d* of 10000 samples", shown)
+    assert re.search(r"stopped after [1-9]\d* of 1000 samples", shown)
 
 
 def test_the_notebook_of_any_pipeline_compares_with_the_official_ones_and_says_what_is_refused(

@@ -285,10 +285,12 @@ def make_gpu_check(*variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_dry_it_prints_its_plan_and_runs_nothing() -> None:
-    ended = make_gpu_check("DRY=1", "FAKE_CARDS=7,8.6,23.68")
-    assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
+def test_dry_it_prints_its_plan_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_CARDS", "7,8.6,23.68")
+    assert check.main(["--dry"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "7 × NVIDIA RTX A5000, compute capability 8.6, 23.68 GiB: 13 runs in fp16, nothing is run now"
     assert lines[7] == "  7  25 × 160 × 288, 1 rank, sequential: oom expected, peak 23.057 GB predicted"
     assert lines[11] == " 11  25 × 160 × 288, dp 7 × fsdp, sequential: ok expected, peak 20.492 GB predicted"
