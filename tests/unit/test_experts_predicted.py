@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.families import FAMILIES, folder
+from vdpp_core.cli.main import main
 from vdpp_core.config import Parallel, RunConfig
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.config.steps import ranks_for
@@ -15,6 +16,7 @@ from vdpp_core.engine import preflight
 from vdpp_core.predict import costs, memory, planner, rates, schedule
 from vdpp_core.predict.rates import Link, Loading, Rates
 from vdpp_core.predict.schedule import Seconds
+from vdpp_core.runs import metrics
 
 KNOWN = Rates(1e9, Link(1e12), "made up")
 
@@ -172,3 +174,29 @@ def test_loading_is_limited_to_the_simulated_rate():
     assert rates.swap_s(config, KNOWN) == max(costs.experts(config).values()) / 1e3
     assert rates.swap_s(config.replace(swap_gb_per_s=None), KNOWN) == pytest.approx(91040 / 3e9)
     assert rates.swap_s(wan(), KNOWN) == 0
+
+
+@pytest.mark.parametrize(("batch", "samples", "rate"), [(1, 3, 1 / 8), (2, 6, 2 / 12), (2, 5, 3 / 20), (2, 2, None)])
+def test_steady_state_of_swapping_ranks_counts_whole_batches(batch, samples, rate):
+    """A batch of two ends in two seconds, but the next one ends 12 seconds later: 8 steps and 4 s of loading."""
+    config = wan(parallel=Parallel(), swap="disk", swap_batch=batch, num_samples=samples, total_steps=4)
+    found = schedule.predict(config, Seconds(1.0, swap=2.0))
+    numbers = found.numbers()
+    assert numbers["steady_state_samples_per_s"] == (rate and pytest.approx(rate))
+    for name, value in metrics.numbers(found.spans(), config.layout, batch).items():
+        assert numbers[name] == (value and pytest.approx(value)), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model experts --host-gb-per-s 0", "--host-gb-per-s 0.0: must be at least 1e-9"),
+        ("--model experts --disk-gb-per-s -1", "--disk-gb-per-s -1.0: must be at least 1e-9"),
+        ("--model experts --disk-gb-per-s x", "--disk-gb-per-s x: must be a finite number"),
+        ("--model tiny --disk-gb-per-s 3", "--disk-gb-per-s 3: only for a model with experts, which can be swapped"),
+    ],
+)
+def test_speeds_of_loading_that_cannot_be_used(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "2", "--tflops", "1", "--link-gb-per-s", "1", *flags.split()])
+    assert capsys.readouterr().err == f"error: {words}\n"

@@ -164,12 +164,17 @@ class Plan:
         gpus = arguments.whole_number("gpus", self.gpus, most=planner.MOST_GPUS)
         top = arguments.whole_number("top", self.top)
         capacity_gib = number("capacity_gib", self.capacity_gib)
+        loading = self._loading()
         folder = None if self.calibrate == PUBLISHED else _run_folder(self.calibrate)
         config = self._config(folder)
+        if loading and config.experts is None:
+            name = f"{next(iter(loading))}_gb_per_s"
+            raise ConfigError(name, getattr(self, name), "only for a model with experts, which can be swapped")
         arrivals = self._arrivals(config)
         arguments.quiet()
         planner.check(config, gpus, self.goal, capacity_gib)
-        known = self._with_loading(self._rates(config, folder))
+        known = self._rates(config, folder)
+        known = replace(known, swap={**known.swap, **loading})
         modes = (self.run["guidance_mode"],) if "guidance_mode" in self.run else planner.MODES
         table = planner.advise(config, gpus, self.goal, known, capacity_gib, modes, arrivals=arrivals)
         if self.run.get("json"):
@@ -220,11 +225,17 @@ class Plan:
         beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
         return known.checked(accuracy.against_runs([folder, *beside], known))
 
-    def _with_loading(self, known: Rates) -> Rates:
-        """The rates, with how fast experts are loaded where that is given."""
-        given = {swap: number(f"{swap}_gb_per_s", getattr(self, f"{swap}_gb_per_s")) for swap in planner.SWAPS}
-        loading = {swap: Loading(value * 1e9) for swap, value in given.items() if value is not None}
-        return replace(known, swap={**known.swap, **loading})
+    def _loading(self) -> dict[str, Loading]:
+        """How fast experts are loaded, where that is given."""
+        loading = {}
+        for swap in planner.SWAPS:
+            name = f"{swap}_gb_per_s"
+            if (value := number(name, getattr(self, name))) is None:
+                continue
+            if value < 1e-9:
+                raise ConfigError(name, value, "must be at least 1e-9")
+            loading[swap] = Loading(value * 1e9)
+        return loading
 
     def _link(self) -> Link | None:
         gb_per_s, link_us = number("link_gb_per_s", self.link_gb_per_s), number("link_us", self.link_us)
@@ -303,6 +314,9 @@ def _print_rivals(rivals: pd.DataFrame, goal: str, experts: dict[str, int]) -> N
     steps = ", ".join(f"{count} steps of {name}" for name, count in experts.items())
     print(f"the model has experts ({steps}); the best of each way to hold them:")
     for row in rivals.to_dict("records"):
+        if math.isnan(row["needed_gib"]):
+            print(f"  {row['way']}: excluded: {row['reason']}")
+            continue
         if math.isnan(row["value"]):
             print(f"  {row['way']}: fits nowhere; the smallest, {row['layout']}, {row['reason']}")
             continue

@@ -142,11 +142,12 @@ def _decoding(config: RunConfig, known: Rates) -> str:
 
 def rivals(table: pd.DataFrame) -> pd.DataFrame:
     """The best row of `advise` for each way of holding a model's experts: the best way first, those that fit nowhere
-    last.
+    or were not counted last.
 
     Columns: `way` in words, `layout`, `value` (of the goal's column), `times_best` (1 for the best), `needed_gib` (of a
-    way that fits nowhere, the least), `swap_s` (seconds to load an expert), `break_even_s` (of a way that swaps, with
-    the goal throughput: the same above which the step pipeline would be faster), `reason`.
+    way that fits nowhere, the least; missing where none was counted), `swap_s` (seconds to load an expert),
+    `break_even_s` (of a way that swaps, with the goal throughput: the same above which the step pipeline would be
+    faster), `reason`.
     """
     column, rows = GOALS[table.attrs["goal"]][0], []
     stages = table[(table["pp"] > 1) & table["place"].notna()]
