@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.families import FAMILIES, folder
-from vdpp_core.cli.main import main
+from vdpp_core.__main__ import main
+from vdpp_core.cli import predict
 from vdpp_core.config import Parallel, RunConfig
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.config.steps import ranks_for
@@ -157,6 +158,16 @@ def test_a_plan_has_the_rivals_of_a_step_pipeline(table):
     assert best.loc["all experts on every rank", "value"] != best.loc["all experts on every rank", "value"]  # NaN
     assert best["times_best"].min() == 1
     assert "each stage holds one expert" in best.loc["step pipeline", "reason"]
+    found.attrs["goal"], goal = "memory", found.attrs["goal"]
+    assert np.isnan(planner.rivals(found).set_index("way").loc["all experts on every rank", "times_best"])
+    found.attrs["goal"] = goal
+
+
+def test_ways_that_were_not_counted_are_called_excluded(capsys):
+    found = planner.advise(wan(num_samples=2, total_steps=4), 1, "throughput", KNOWN)
+    predict._print_rivals(planner.rivals(found), "throughput", found.attrs["experts"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "  one expert at a time, from disk: excluded: fits without swapping, which would only slow it down" in lines
 
 
 def test_at_the_break_even_loading_time_stages_and_swapping_are_as_fast(table):

@@ -154,7 +154,8 @@ def rivals(table: pd.DataFrame) -> pd.DataFrame:
     for way, own in table.groupby(table.apply(_way, axis=1), sort=False):
         ranked = own if own["place"].notna().any() else own.sort_values("needed_gib", kind="stable")
         row = ranked.to_dict("records")[0]
-        rows.append({"way": way, "layout": row["layout"], "value": row[column], "break_even_s": math.nan, **row})
+        value = math.nan if pd.isna(row["place"]) else row[column]
+        rows.append({"way": way, "layout": row["layout"], "value": value, "break_even_s": math.nan, **row})
         if row["swaps"] > 0 and column == "makespan_s" and len(stages):
             rows[-1]["break_even_s"] = row["swap_s"] + (stages[column].iloc[0] - row[column]) / row["swaps"]
     found = pd.DataFrame(rows).sort_values("value", kind="stable", ignore_index=True)
