@@ -163,6 +163,12 @@ def test_a_plan_has_the_rivals_of_a_step_pipeline(table):
     found.attrs["goal"] = goal
 
 
+def test_why_a_swapping_rank_does_not_fit():
+    found = planner.advise(wan(num_samples=2, total_steps=4), 2, "memory", KNOWN, 1e-4).set_index("layout")
+    assert found.loc["dp 2 swap disk", "reason"].endswith("usable: one expert and all activations")
+    assert found.loc["dp 2", "reason"].endswith("splitting steps or samples saves no memory")
+
+
 def test_ways_that_were_not_counted_are_called_excluded(capsys):
     found = planner.advise(wan(num_samples=2, total_steps=4), 1, "throughput", KNOWN)
     predict._print_rivals(planner.rivals(found), "throughput", found.attrs["experts"])
@@ -204,10 +210,15 @@ def test_steady_state_of_swapping_ranks_counts_whole_batches(batch, samples, rat
         ("--model experts --host-gb-per-s 0", "--host-gb-per-s 0.0: must be at least 1e-9"),
         ("--model experts --disk-gb-per-s -1", "--disk-gb-per-s -1.0: must be at least 1e-9"),
         ("--model experts --disk-gb-per-s x", "--disk-gb-per-s x: must be a finite number"),
+        (
+            "--model experts --split boundary",
+            "--split boundary: must be even; without it, a plan splits at the boundary between experts",
+        ),
+        ("--model experts --stage-weights 1 2", "--stage-weights 1 2: not in a plan, which looks for the layout"),
         ("--model tiny --disk-gb-per-s 3", "--disk-gb-per-s 3: only for a model with experts, which can be swapped"),
     ],
 )
-def test_speeds_of_loading_that_cannot_be_used(flags, words, capsys):
+def test_what_a_plan_of_experts_cannot_use(flags, words, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "2", "--tflops", "1", "--link-gb-per-s", "1", *flags.split()])
     assert capsys.readouterr().err == f"error: {words}\n"

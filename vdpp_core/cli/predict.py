@@ -41,6 +41,7 @@ COLUMNS = {
     "utilisation": "utilisation",
     "needed_gib": "needed (GiB)",
 }
+OF_LAYOUTS = ("stage_ranks", "stage_weights", "fsdp", "fsdp_same_sample", "swap", "swap_batch", "swap_gb_per_s")
 FAR = 10  # a step with this many times more or fewer operations is too far from a published row
 RECENT = 20  # runs beside the calibrated one that predictions are checked against
 PUBLISHED = "published"
@@ -158,9 +159,11 @@ class Plan:
     top: Annotated[str, N] = "10"  # layouts to print; --json has all
 
     def __call__(self, *_: Any) -> None:
-        for axis in (*AXIS_NAMES, "stage_ranks", "fsdp", "fsdp_same_sample", "swap", "swap_batch", "swap_gb_per_s"):
+        for axis in (*AXIS_NAMES, *OF_LAYOUTS):
             if given := self.run.get(axis):
                 raise ConfigError(axis, given, "not in a plan, which looks for the layout")
+        if (split := self.run.get("split")) not in (None, "even"):
+            raise ConfigError("split", split, "must be even; without it, a plan splits at the boundary between experts")
         gpus = arguments.whole_number("gpus", self.gpus, most=planner.MOST_GPUS)
         top = arguments.whole_number("top", self.top)
         capacity_gib = number("capacity_gib", self.capacity_gib)

@@ -433,8 +433,10 @@ def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
         return f"{words}: each rank holds all activations of one guidance pass"
     if layout.shards > 1:
         return f"{words}: sharding does not reduce the activations"
+    if config.swap is not None:
+        return f"{words}: one expert and all activations"
     if layout.world_size > 1:
         if config.experts is not None and layout.pp > 1:
             return f"{words}: a stage's expert and all activations"
-        return f"{words}: every rank holds the UNet and all activations; splitting steps or samples saves no memory"
+        return f"{words}: every rank holds the model and all activations; splitting steps or samples saves no memory"
     return f"{words}: all parameters and activations on one GPU"
