@@ -11,6 +11,7 @@ from tests.families import FAMILIES, folder
 from vdpp_core.__main__ import main
 from vdpp_core.cli import predict
 from vdpp_core.config import Parallel, RunConfig
+from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.config.steps import ranks_for
 from vdpp_core.engine import preflight
@@ -222,3 +223,9 @@ def test_what_a_plan_of_experts_cannot_use(flags, words, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "2", "--tflops", "1", "--link-gb-per-s", "1", *flags.split()])
     assert capsys.readouterr().err == f"error: {words}\n"
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_an_expert_of_no_steps_is_refused(count):
+    with pytest.raises(ConfigError, match=r"experts .*: must be greater than or equal to 1"):
+        RunConfig(model="experts", total_steps=4, experts=(("high", count), ("low", 4 - count)))
