@@ -102,10 +102,8 @@ def numbers_of(
     gaps[first] = ended[order][first]
     begins, counts = np.flatnonzero(first), np.unique(stream, return_counts=True)[1]
     later = np.arange(len(ended)) - np.repeat(begins, counts) >= batch
-    steady = None
-    if counts.min() > batch:
-        since, lasts = ended[order][begins + batch - 1], ended[order][begins + counts - 1]
-        steady = float(((counts - batch) / (lasts - since)).sum())
+    since, lasts = (ended[order][begins + nth - 1] for nth in (np.minimum(batch, counts), counts))
+    steady = float(((counts - batch) / (lasts - since)).sum()) if counts.min() > batch else None
     average = float((gaps[later] if later.any() else gaps).mean())
     utilisation = busy / makespan
     return {
