@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 
 from tests.families import FAMILIES, folder
+from vdpp_core.__main__ import main
+from vdpp_core.cli import predict
 from vdpp_core.config import Parallel, RunConfig
+from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import IN_FLIGHT
 from vdpp_core.config.steps import ranks_for
 from vdpp_core.engine import preflight
 from vdpp_core.predict import costs, memory, planner, rates, schedule
 from vdpp_core.predict.rates import Link, Loading, Rates
 from vdpp_core.predict.schedule import Seconds
+from vdpp_core.runs import metrics
 
 KNOWN = Rates(1e9, Link(1e12), "made up")
 
@@ -155,6 +159,22 @@ def test_a_plan_has_the_rivals_of_a_step_pipeline(table):
     assert best.loc["all experts on every rank", "value"] != best.loc["all experts on every rank", "value"]  # NaN
     assert best["times_best"].min() == 1
     assert "each stage holds one expert" in best.loc["step pipeline", "reason"]
+    found.attrs["goal"], goal = "memory", found.attrs["goal"]
+    assert np.isnan(planner.rivals(found).set_index("way").loc["all experts on every rank", "times_best"])
+    found.attrs["goal"] = goal
+
+
+def test_why_a_swapping_rank_does_not_fit():
+    found = planner.advise(wan(num_samples=2, total_steps=4), 2, "memory", KNOWN, 1e-4).set_index("layout")
+    assert found.loc["dp 2 swap disk", "reason"].endswith("usable: one expert and all activations")
+    assert found.loc["dp 2", "reason"].endswith("splitting steps or samples saves no memory")
+
+
+def test_ways_that_were_not_counted_are_called_excluded(capsys):
+    found = planner.advise(wan(num_samples=2, total_steps=4), 1, "throughput", KNOWN)
+    predict._print_rivals(planner.rivals(found), "throughput", found.attrs["experts"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "  one expert at a time, from disk: excluded: fits without swapping, which would only slow it down" in lines
 
 
 def test_at_the_break_even_loading_time_stages_and_swapping_are_as_fast(table):
@@ -172,3 +192,40 @@ def test_loading_is_limited_to_the_simulated_rate():
     assert rates.swap_s(config, KNOWN) == max(costs.experts(config).values()) / 1e3
     assert rates.swap_s(config.replace(swap_gb_per_s=None), KNOWN) == pytest.approx(91040 / 3e9)
     assert rates.swap_s(wan(), KNOWN) == 0
+
+
+@pytest.mark.parametrize(("batch", "samples", "rate"), [(1, 3, 1 / 8), (2, 6, 2 / 12), (2, 5, 3 / 20), (2, 2, None)])
+def test_steady_state_of_swapping_ranks_counts_whole_batches(batch, samples, rate):
+    """A batch of two ends in two seconds, but the next one ends 12 seconds later: 8 steps and 4 s of loading."""
+    config = wan(parallel=Parallel(), swap="disk", swap_batch=batch, num_samples=samples, total_steps=4)
+    found = schedule.predict(config, Seconds(1.0, swap=2.0))
+    numbers = found.numbers()
+    assert numbers["steady_state_samples_per_s"] == (rate and pytest.approx(rate))
+    for name, value in metrics.numbers(found.spans(), config.layout, batch).items():
+        assert numbers[name] == (value and pytest.approx(value)), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model experts --host-gb-per-s 0", "--host-gb-per-s 0.0: must be at least 1e-9"),
+        ("--model experts --disk-gb-per-s -1", "--disk-gb-per-s -1.0: must be at least 1e-9"),
+        ("--model experts --disk-gb-per-s x", "--disk-gb-per-s x: must be a finite number"),
+        (
+            "--model experts --split boundary",
+            "--split boundary: must be even; without it, a plan splits at the boundary between experts",
+        ),
+        ("--model experts --stage-weights 1 2", "--stage-weights 1 2: not in a plan, which looks for the layout"),
+        ("--model tiny --disk-gb-per-s 3", "--disk-gb-per-s 3: only for a model with experts, which can be swapped"),
+    ],
+)
+def test_what_a_plan_of_experts_cannot_use(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "2", "--tflops", "1", "--link-gb-per-s", "1", *flags.split()])
+    assert capsys.readouterr().err == f"error: {words}\n"
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_an_expert_of_no_steps_is_refused(count):
+    with pytest.raises(ConfigError, match=r"experts .*: must be greater than or equal to 1"):
+        RunConfig(model="experts", total_steps=4, experts=(("high", count), ("low", 4 - count)))

@@ -401,6 +401,14 @@ def test_position(rows, expected):
     assert kinds.position(own, range(2, 4)) == expected
 
 
+def test_position_in_a_sample_that_is_taken_again_for_the_next_expert():
+    take, step = {"sample": 0, "seconds": 0.0}, {"sample": 0, "seconds": 1.0}
+    rows = [("take", take), ("step", step | {"step": 0}), ("step", step | {"step": 1}), ("take", take)]
+    own = [as_event({"t": float(t), "rank": 0, "kind": kind, **facts}) for t, (kind, facts) in enumerate(rows)]
+    assert kinds.position(own, range(4)) == (0, 2)
+    assert kinds.position(own, range(2)) == (0, 0)  # warm-up samples share a number
+
+
 def test_who_was_lost_is_not_known_but_one_is_silent(folder, write_events):
     """Ranks that gather together lose the group; one that was killed may not be gone yet when its neighbour looks."""
     write_events(folder, 0, *start(0, HERE), *RANK_0[:2])

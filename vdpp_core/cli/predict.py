@@ -41,6 +41,7 @@ COLUMNS = {
     "utilisation": "utilisation",
     "needed_gib": "needed (GiB)",
 }
+OF_LAYOUTS = ("stage_ranks", "stage_weights", "fsdp", "fsdp_same_sample", "swap", "swap_batch", "swap_gb_per_s")
 FAR = 10  # a step with this many times more or fewer operations is too far from a published row
 RECENT = 20  # runs beside the calibrated one that predictions are checked against
 PUBLISHED = "published"
@@ -162,18 +163,25 @@ class Plan:
     top: Annotated[str, N] = "10"  # layouts to print; --json has all
 
     def __call__(self, *_: Any) -> None:
-        for axis in (*AXIS_NAMES, "stage_ranks", "fsdp", "fsdp_same_sample", "swap", "swap_batch", "swap_gb_per_s"):
+        for axis in (*AXIS_NAMES, *OF_LAYOUTS):
             if given := self.run.get(axis):
                 raise ConfigError(axis, given, "not in a plan, which looks for the layout")
+        if (split := self.run.get("split")) not in (None, "even"):
+            raise ConfigError("split", split, "must be even; without it, a plan splits at the boundary between experts")
         gpus = arguments.whole_number("gpus", self.gpus, most=planner.MOST_GPUS)
         top = arguments.whole_number("top", self.top)
         capacity_gib = number("capacity_gib", self.capacity_gib)
+        loading = self._loading()
         folder = None if self.calibrate == PUBLISHED else _run_folder(self.calibrate)
         config = self._config(folder)
+        if loading and config.experts is None:
+            name = f"{next(iter(loading))}_gb_per_s"
+            raise ConfigError(name, getattr(self, name), "only for a model with experts, which can be swapped")
         arrivals = self._arrivals(config)
         arguments.quiet()
         planner.check(config, gpus, self.goal, capacity_gib)
-        known = self._with_loading(self._rates(config, folder))
+        known = self._rates(config, folder)
+        known = replace(known, swap={**known.swap, **loading})
         modes = (self.run["guidance_mode"],) if "guidance_mode" in self.run else planner.MODES
         table = planner.advise(config, gpus, self.goal, known, capacity_gib, modes, arrivals=arrivals)
         if self.run.get("json"):
@@ -224,11 +232,17 @@ class Plan:
         beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
         return known.checked(accuracy.against_runs([folder, *beside], known))
 
-    def _with_loading(self, known: Rates) -> Rates:
-        """The rates, with how fast experts are loaded where that is given."""
-        given = {swap: number(f"{swap}_gb_per_s", getattr(self, f"{swap}_gb_per_s")) for swap in planner.SWAPS}
-        loading = {swap: Loading(value * 1e9) for swap, value in given.items() if value is not None}
-        return replace(known, swap={**known.swap, **loading})
+    def _loading(self) -> dict[str, Loading]:
+        """How fast experts are loaded, where that is given."""
+        loading = {}
+        for swap in planner.SWAPS:
+            name = f"{swap}_gb_per_s"
+            if (value := number(name, getattr(self, name))) is None:
+                continue
+            if value < 1e-9:
+                raise ConfigError(name, value, "must be at least 1e-9")
+            loading[swap] = Loading(value * 1e9)
+        return loading
 
     def _link(self) -> Link | None:
         gb_per_s, link_us = number("link_gb_per_s", self.link_gb_per_s), number("link_us", self.link_us)
@@ -307,6 +321,9 @@ def _print_rivals(rivals: pd.DataFrame, goal: str, experts: dict[str, int]) -> N
     steps = ", ".join(f"{count} steps of {name}" for name, count in experts.items())
     print(f"the model has experts ({steps}); the best of each way to hold them:")
     for row in rivals.to_dict("records"):
+        if math.isnan(row["needed_gib"]):
+            print(f"  {row['way']}: excluded: {row['reason']}")
+            continue
         if math.isnan(row["value"]):
             print(f"  {row['way']}: fits nowhere; the smallest, {row['layout']}, {row['reason']}")
             continue

@@ -60,7 +60,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "interval between samples (s)": _listed(result["interval_s"], 3) or "needs two samples",
         "makespan (s)": f"{result['makespan_s']:.3f}",
         "samples/s, fill included": f"{result['samples_per_s']:.4f}",
-        "samples/s, steady state": "needs two samples" if rate is None else f"{rate:.4f}",
+        "samples/s, steady state": "needs more samples on each rank" if rate is None else f"{rate:.4f}",
         "utilisation per rank": ", ".join(f"{share:.0%}" for share in result["utilisation_per_rank"]),
         "peak memory per rank (GB)": ", ".join(f"{peak:.3f}" for peak in result["peak_memory_gb_per_rank"]),
         "predicted peak memory (GB)": "not predicted" if math.isnan(peak) else f"{peak:.3f}",

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -180,7 +180,7 @@ class Execution(Frozen):
     stage_weights: tuple[float, ...] | None = Field(
         default=None, description="relative speed of the stages' ranks; steps are split in proportion"
     )
-    experts: tuple[tuple[str, int], ...] | None = Field(
+    experts: tuple[tuple[str, Annotated[int, Field(ge=1)]], ...] | None = Field(
         default=None, description="a model's experts, in order, and the number of steps that each of them serves"
     )
     device: str = Field(default="auto", description="auto, cpu, cuda, mps; cuda:N for one rank")

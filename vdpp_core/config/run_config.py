@@ -117,7 +117,7 @@ class RunConfig(
         if weights is not None and (len(weights) != parallel.pp or min(weights) <= 0):
             raise ConfigError("stage_weights", weights, f"must be {parallel.pp} positive numbers, one per stage")
         if self.split is not None and (weights is None) == (self.split == "weights"):
-            allowed = "with stage_weights, and only with them, the split is weights"
+            allowed = "needs stage_weights" if weights is None else "must be weights where stage_weights are given"
             raise ConfigError("split", self.split, allowed)
         if self.swap is not None and (parallel.pp > 1 or parallel.fsdp):
             allowed = "only for ranks that run all steps with whole parameters: not with pp or fsdp"

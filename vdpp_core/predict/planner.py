@@ -144,18 +144,20 @@ def _decoding(config: RunConfig, known: Rates) -> str:
 
 def rivals(table: pd.DataFrame) -> pd.DataFrame:
     """The best row of `advise` for each way of holding a model's experts: the best way first, those that fit nowhere
-    last.
+    or were not counted last.
 
     Columns: `way` in words, `layout`, `value` (of the goal's column), `times_best` (1 for the best), `needed_gib` (of a
-    way that fits nowhere, the least), `swap_s` (seconds to load an expert), `break_even_s` (of a way that swaps, with
-    the goal throughput: the same above which the step pipeline would be faster), `reason`.
+    way that fits nowhere, the least; missing where none was counted), `swap_s` (seconds to load an expert),
+    `break_even_s` (of a way that swaps, with the goal throughput: the same above which the step pipeline would be
+    faster), `reason`.
     """
     column, rows = GOALS[table.attrs["goal"]][0], []
     stages = table[(table["pp"] > 1) & table["place"].notna()]
     for way, own in table.groupby(table.apply(_way, axis=1), sort=False):
         ranked = own if own["place"].notna().any() else own.sort_values("needed_gib", kind="stable")
         row = ranked.to_dict("records")[0]
-        rows.append({"way": way, "layout": row["layout"], "value": row[column], "break_even_s": math.nan, **row})
+        value = math.nan if pd.isna(row["place"]) else row[column]
+        rows.append({"way": way, "layout": row["layout"], "value": value, "break_even_s": math.nan, **row})
         if row["swaps"] > 0 and column == "makespan_s" and len(stages):
             rows[-1]["break_even_s"] = row["swap_s"] + (stages[column].iloc[0] - row[column]) / row["swaps"]
     found = pd.DataFrame(rows).sort_values("value", kind="stable", ignore_index=True)
@@ -433,8 +435,10 @@ def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
         return f"{words}: each rank holds all activations of one guidance pass"
     if layout.shards > 1:
         return f"{words}: sharding does not reduce the activations"
+    if config.swap is not None:
+        return f"{words}: one expert and all activations"
     if layout.world_size > 1:
         if config.experts is not None and layout.pp > 1:
             return f"{words}: a stage's expert and all activations"
-        return f"{words}: every rank holds the UNet and all activations; splitting steps or samples saves no memory"
+        return f"{words}: every rank holds the model and all activations; splitting steps or samples saves no memory"
     return f"{words}: all parameters and activations on one GPU"

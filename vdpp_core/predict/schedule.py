@@ -92,6 +92,7 @@ class Schedule:
         occupied: (dp, pp), seconds that a sample occupies a rank.
         arrivals: (num_samples,), the earliest start of each sample in seconds.
         swaps: when ranks load experts.
+        batch: number of samples that a rank takes through an expert before it loads the next.
     """
 
     layout: Parallel
@@ -100,6 +101,7 @@ class Schedule:
     occupied: Array
     arrivals: Array
     swaps: tuple[Span, ...] = ()
+    batch: int = 1
 
     def starts(self, stage: int) -> Array:
         """When a stage starts the samples of each replica, (rounds, dp) in seconds; NaN where there are fewer."""
@@ -188,6 +190,7 @@ class Schedule:
             busy=of_ranks(in_steps * count, 0.0, np.add),
             taken=of_ranks(first, np.nan, np.fmin),
             left=of_ranks(last + in_steps, np.nan, np.fmax),
+            batch=self.batch,
         )
 
 
@@ -294,7 +297,7 @@ def _with_swaps(config: RunConfig, seconds: Seconds, arrivals: Array) -> Schedul
                 for turn in range(first, min(first + config.swap_batch, len(own))):
                     started[turn + part, replica, part] = now = max(now, own[turn])
                     now += occupied[replica, part]
-    return Schedule(layout, seconds, started, occupied, arrivals, tuple(swaps))
+    return Schedule(layout, seconds, started, occupied, arrivals, tuple(swaps), config.swap_batch)
 
 
 def run_times(config: RunConfig, step_s: list[float], decode_s: float = 0.0, swap_s: float = 0.0) -> dict[str, Any]:

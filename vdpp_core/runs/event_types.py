@@ -268,8 +268,9 @@ def position(own: Sequence[Event], steps: range) -> tuple[int | None, int | None
         match event:
             case Decode() | Chunk() | Video() | Comparing() | Official():
                 return event.sample, None
-            case Take():
-                return event.sample, steps[0]
+            case Take():  # where experts are swapped, a sample is taken again for the steps of the next
+                done = [step.step + 1 for step in of(own, Step) if step.sample == event.sample]
+                return event.sample, done[-1] if done and done[-1] in steps else steps[0]
             case Step():
                 return event.sample, min(event.step + 1, steps[-1])
     return None, None

@@ -34,7 +34,7 @@ class Span:
     beside: str = ""
 
 
-def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
+def numbers(spans: Sequence[Span], layout: Parallel, batch: int = 1) -> dict[str, Any]:
     """Throughput, latency, interval, makespan and utilisation of the samples that reached the last stage.
 
     The names of the user's documents keep the documents' definitions: `per_sample_times_ms` is the time between two
@@ -43,6 +43,10 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
     samples / makespan for data parallel. Copies of the last stage, which finish samples side by side, count as replicas
     here. Everything else follows the README's vocabulary; the fill is always included except in
     `steady_state_samples_per_s`. The names carry the units.
+
+    Args:
+        batch: number of samples that a rank takes through an expert before it loads the next. They finish in bursts, so
+            the average and the steady state count from the end of a replica's first batch.
     """
     in_steps = [span for span in spans if not span.beside]
     frame = pd.DataFrame(in_steps, columns=["rank", "sample", "start", "end", "busy"])
@@ -63,11 +67,19 @@ def numbers(spans: Sequence[Span], layout: Parallel) -> dict[str, Any]:
         busy=ranks["busy"].fillna(0.0).to_numpy(),
         taken=ranks["start"].to_numpy(),
         left=ranks["end"].to_numpy(),
+        batch=batch,
     )
 
 
 def numbers_of(
-    layout: Parallel, replica: Array, latency: Array, ended: Array, busy: Array, taken: Array, left: Array
+    layout: Parallel,
+    replica: Array,
+    latency: Array,
+    ended: Array,
+    busy: Array,
+    taken: Array,
+    left: Array,
+    batch: int = 1,
 ) -> dict[str, Any]:
     """The numbers of `numbers`, from arrays.
 
@@ -79,6 +91,7 @@ def numbers_of(
         busy: (ranks,) seconds in steps.
         taken: (ranks,) when the first sample's first step began; NaN for a rank without samples.
         left: (ranks,) when the last sample's last step ended; NaN for a rank without samples.
+        batch: as of `numbers`.
     """
     ends, makespan = np.sort(ended), float(ended.max())
     stream = replica * layout.copies[-1] + _turns(replica) % layout.copies[-1]
@@ -87,10 +100,11 @@ def numbers_of(
     gaps = np.diff(ended[order], prepend=0.0)
     first = np.append(True, ~same)
     gaps[first] = ended[order][first]
-    counts = np.unique(stream, return_counts=True)[1]
-    firsts, lasts = ended[order][first], ended[order][np.append(~same, True)]
-    steady = float(((counts - 1) / (lasts - firsts)).sum()) if counts.min() > 1 else None
-    average = float((gaps[~first] if same.any() else gaps).mean())
+    begins, counts = np.flatnonzero(first), np.unique(stream, return_counts=True)[1]
+    later = np.arange(len(ended)) - np.repeat(begins, counts) >= batch
+    since, lasts = (ended[order][begins + nth - 1] for nth in (np.minimum(batch, counts), counts))
+    steady = float(((counts - batch) / (lasts - since)).sum()) if counts.min() > batch else None
+    average = float((gaps[later] if later.any() else gaps).mean())
     utilisation = busy / makespan
     return {
         "samples_finished": len(ended),

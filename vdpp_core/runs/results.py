@@ -99,6 +99,7 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
     sent = [warm.sent_bytes for warm in kinds.last_of(events, kinds.Warm).values()]
     predicted = _predicted_before(run, events) | _predicted_times(config, events, work.latents, predict_times)
     hardware = machine.hardware()
+    numbers = metrics.numbers(spans, layout, config.swap_batch) if whole else {"samples_finished": len(finished)}
     return {
         "run_id": run.id,
         "outcome": None,
@@ -110,7 +111,7 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         "latent_shape": list(config.shape),
         "num_samples": config.num_samples,
         "fsdp": layout.fsdp,
-        **(numbers := metrics.numbers(spans, layout) if whole else {"samples_finished": len(finished)}),
+        **numbers,
         "samples_finished": len(work.kept) + numbers["samples_finished"],
         "resumed": {"attempt": work.attempt, "samples_kept": len(work.kept)} if work.attempt > 1 else None,
         "damaged": log.damaged,
