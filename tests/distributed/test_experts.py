@@ -138,7 +138,7 @@ def test_swapping_ranks_finish_a_batch_before_the_next(runs: dict[str, Run]) -> 
 
 def test_the_trace_shows_swaps_and_hand_offs_between_copies(runs: dict[str, Run]) -> None:
     entries = perfetto.trace(runs["swapped, two samples at a time"])["traceEvents"]
-    assert len([entry for entry in entries if entry["name"] == "swapped" and entry["tid"] == 0]) == 4
+    assert len([entry for entry in entries if entry["name"] == "loading an expert" and entry["tid"] == 0]) == 4
     run = runs["1+3, decoded as ready"]
     arrows = [entry for entry in perfetto.trace(run)["traceEvents"] if entry.get("cat") == "hand-off"]
     assert [entry["tid"] for entry in arrows if entry["ph"] == "s"] == [0] * 5

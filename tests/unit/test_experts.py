@@ -101,7 +101,7 @@ def test_experts_of_different_shapes_are_refused(setting: str, value: int) -> No
 
 @pytest.mark.parametrize("boundaries", [[], [0.2, 0.1], [float("nan")], [float("inf")], ["a"]])
 def test_experts_without_as_many_boundaries_are_refused(boundaries: list[Any]) -> None:
-    with pytest.raises(ValueError, match="experts: must have boundaries that fall, one less than the 2 experts"):
+    with pytest.raises(ValueError, match="experts: must have falling boundaries, one fewer than its 2 experts"):
         Experts({"high": SimpleNamespace(), "low": SimpleNamespace()}, boundaries)
 
 
@@ -204,7 +204,7 @@ def cut(name: str) -> Callable[[Path], None]:
 
 UNET = "unet/config.json"
 NAMES = "model_id .*: must name two experts or more, each a word of its own: names is "
-BOUNDARIES = "model_id .*: must have boundaries that fall, one less than the 2 experts: boundaries is "
+BOUNDARIES = "model_id .*: must have falling boundaries, one fewer than its 2 experts: boundaries is "
 OTHER_SHAPE = {"in_channels": 20, "out_channels": 20}
 
 
@@ -221,7 +221,10 @@ OTHER_SHAPE = {"in_channels": 20, "out_channels": 20}
         (edited(UNET, boundaries=0.2), f"{BOUNDARIES}0.2"),
         (edited(UNET, boundaries=["a"]), BOUNDARIES),
         (edited(UNET, boundaries=[float("nan")]), BOUNDARIES),
-        (edited(UNET, names=["a", "b", "c"], boundaries=[0.1, 0.2]), ".* that fall, one less than the 3 experts"),
+        (
+            edited(UNET, names=["a", "b", "c"], boundaries=[0.1, 0.2]),
+            ".* falling boundaries, one fewer than its 3 experts",
+        ),
         (edited("unet/low/config.json", cross_attention_dim=64), "model_id .*: must all take .*: cross_attention_dim"),
         (edited("unet/low/config.json", block_out_channels="x"), "model_id .*: must be a whole pipeline: ValueError"),
         (without("unet/low/config.json"), "model_id .*: must be a pipeline's folder, it has no unet/low/config.json"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vdpp_core import ConfigError, Parallel, RunConfig
+from vdpp_core.cli import arguments
 from vdpp_core.config.layout import Place
 from vdpp_core.runs.metrics import Span, numbers
 
@@ -102,3 +103,11 @@ def test_copies_of_the_last_stage_count_as_replicas_in_the_numbers() -> None:
     pair = numbers([span for span in spans if span.sample < 2], layout)
     assert (pair["steady_state_samples_per_s"], pair["avg_sample_time_s"]) == (None, 2.0)
     assert all(np.isfinite(pair["interval_s"]))
+
+
+def test_ranks_that_swap_are_replicas_unless_flags_say_otherwise() -> None:
+    swapping = {"model": "experts", "swap": "disk"}
+    assert arguments.run_config(swapping, 2, "world_size").layout == Parallel(dp=2)
+    assert arguments.run_config(swapping | {"cfg": "2"}, 4, "world_size").layout == Parallel(dp=2, cfg=2)
+    with pytest.raises(ConfigError, match="swap disk: only for ranks that run all steps"):
+        arguments.run_config(swapping | {"pp": "2"}, 2, "world_size")

@@ -52,7 +52,10 @@ def _default(value: str) -> str:
 
 N, X, RUN = shown("N"), shown("X"), shown("RUN")
 Switch = Annotated[tyro.conf.FlagCreatePairsOff[bool], shown(None)]  # --flag without --no-flag
-_REST = {"pp": "; default: what the other axes leave", "dp": "; with --fsdp the default is what the others leave"}
+_REST = {
+    "pp": "; default: what the other axes leave",
+    "dp": "; with --fsdp or --swap the default is what the others leave",
+}
 
 
 def _flag(name: str, field: FieldInfo) -> Any:
@@ -233,9 +236,9 @@ def run_config(flags: dict[str, Any], ranks: int, counted_by: str, counted: bool
     given = {name: flags[name] for name in counting if name in flags}
     layout = None
     try:
-        if given or flags.get("fsdp"):
+        if given or flags.get("fsdp") or "swap" in flags:
             layout = Parallel(**given, fsdp=flags.get("fsdp", False))
-            rest = "dp" if layout.fsdp or "stage_ranks" in given else "pp"
+            rest = "dp" if layout.fsdp or {"stage_ranks", "swap"} & flags.keys() else "pp"
             if rest not in given:
                 layout = Parallel(**(layout.model_dump() | {rest: max(1, ranks // layout.world_size)}))
         return without_layout(flags).replace(parallel=layout).for_ranks(ranks)

@@ -62,7 +62,7 @@ def fault_of_experts(names: Any, boundaries: Any) -> str:
     as_numbers = isinstance(boundaries, list) and all(isinstance(each, int | float) for each in boundaries)
     falling = as_numbers and all(low < high for high, low in itertools.pairwise([math.inf, *boundaries, -math.inf]))
     if not falling or len(boundaries) != len(names) - 1:
-        return f"must have boundaries that fall, one less than the {len(names)} experts: boundaries is {boundaries!r}"
+        return f"must have falling boundaries, one fewer than its {len(names)} experts: boundaries is {boundaries!r}"
     return ""
 
 

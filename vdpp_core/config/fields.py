@@ -174,8 +174,8 @@ class Execution(Frozen):
     parallel: Parallel | None = Field(default=None, description="layout; default: every rank a stage")
     split: Literal["boundary", "even", "weights"] | None = Field(
         default=None,
-        description="how stages share the steps: at the boundary between a model's experts (the default where it has "
-        "some), in proportion to their ranks, or also to --stage-weights",
+        description="how stages share the steps: boundary (none has steps of two experts; default for models with "
+        "experts), even, or weights (--stage-weights)",
     )
     stage_weights: tuple[float, ...] | None = Field(
         default=None, description="relative speed of the stages' ranks; steps are split in proportion"

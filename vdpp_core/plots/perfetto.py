@@ -25,7 +25,7 @@ Entry = dict[str, Any]
 _Work = kinds.Take | kinds.Encode | kinds.Swapped | kinds.Step | kinds.Send | kinds.Pad | kinds.Warm
 
 PHASES = {"start": "loading", "loaded": "warming up", "clock": "running", "decode": "decoding"}
-NAMES = {"pad": "padding", "warm": "warm-up step", "encode": "encoding"}
+NAMES = {"pad": "padding", "warm": "warm-up step", "encode": "encoding", "swapped": "loading an expert"}
 
 
 def write(run: Path | Run, path: Path | None = None) -> Path:
