@@ -167,7 +167,7 @@ def test_the_official_pipeline_loads_what_its_index_names(command, part, other, 
     change(pipeline_folder / "model_index.json", **{part: [other and "diffusers", other]})
     config = RunConfig(command=command, model_id=str(pipeline_folder), device="cpu")
     assert answer(config) == (
-        f"model_id {pipeline_folder}: must have a {checkpoint.PARTS[part]}: "
+        f"model_id {pipeline_folder}: must have a {checkpoint.PARTS[part][0]}: "
         f"model_index.json names {other or 'none'}, which the official pipeline loads"
     )
 

@@ -89,7 +89,8 @@ class Experts(ModelMixin, ConfigMixin):
         folder = Path(pretrained_model_name_or_path) / kwargs.pop("subfolder", "")
         config = json.loads((folder / cls.config_name).read_bytes())
         load: Any = UNetSpatioTemporalConditionModel.from_pretrained
-        experts: dict[str, Any] = {name: load(folder / name, **kwargs) for name in config["names"]}
+        given = kwargs | {"use_safetensors": True}
+        experts: dict[str, Any] = {name: load(folder / name, **given) for name in config["names"]}
         return cls(experts, config["boundaries"])
 
 

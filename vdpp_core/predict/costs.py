@@ -115,7 +115,9 @@ def gathering(config: RunConfig, shards: int | None = None, name: str | None = N
         return 0, 0
     units = _units(config.model, config.model_id, resolve(config).dtype)
     whole, pieces = map(sum, zip(*(units.values() if name is None else [units[name]]), strict=True))
-    return config.calls_per_step * whole * (shards - 1) // shards, config.calls_per_step * pieces
+    dtype = resolve(config).dtype
+    calls = config.calls_per_step if config.is_svd else trace.calls_per_step(memory.alike(config), dtype)
+    return calls * whole * (shards - 1) // shards, calls * pieces
 
 
 def parameters(config: RunConfig) -> int:

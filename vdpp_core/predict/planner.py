@@ -371,7 +371,7 @@ def _why(config: RunConfig, stages: Sequence[Cost], known: Rates, planned: Sched
             f"exchanges take {share:.0%} of a step" if known_link else "exchanges not counted: link not measured"
         )
     if layout.pp > 1:
-        words.append(f"the longest stage takes {planned.occupied.max():.3g} s, latency as on one GPU")
+        words.append(f"the longest stage takes {planned.occupied.max():.3g} s, {_latency(planned)}")
         if config.stage_weights is not None:
             words[-1] += f", with --stage-weights {' '.join(f'{weight:g}' for weight in config.stage_weights)}"
     if (together := min(layout.dp, config.num_samples)) > 1:
@@ -387,6 +387,12 @@ def _why(config: RunConfig, stages: Sequence[Cost], known: Rates, planned: Sched
     return "; ".join(words) or "no communication"
 
 
+def _latency(planned: Schedule) -> str:
+    """How long a sample takes in stages, waiting included, against one GPU."""
+    alone, mean = float(planned.occupied[0].sum()), fmean(planned.numbers()["latency_s"])
+    return "latency as on one GPU" if mean < 1.05 * alone else f"samples wait {mean - alone:.3g} s between stages"
+
+
 def _experts_in_words(config: RunConfig, known: Rates, planned: Schedule) -> list[str]:
     """Which experts the ranks hold, and what loading them costs."""
     if config.experts is None or len(config.experts) < 2:
@@ -396,12 +402,9 @@ def _experts_in_words(config: RunConfig, known: Rates, planned: Schedule) -> lis
     if config.swap is not None:
         loading = sum(span.busy for span in planned.swaps) / layout.world_size / planned.finished_s.max()
         each = f"{rates.swap_s(config, known):.3g} s each ({known.swap[config.swap]})"
-        often = (
-            "an expert twice per video"
-            if config.swap_batch == 1
-            else f"each expert once per {config.swap_batch} videos"
-        )
-        return [f"holds {held} of {total} at a time, loads {often}, {each}: {loading:.1%} of the time"]
+        often = "per video" if config.swap_batch == 1 else f"per {config.swap_batch} videos"
+        loads = f"{len(config.experts)} loads {often}, {each}: {loading:.1%} of the time"
+        return [f"holds {held} of {total} at a time; {loads}"]
     if layout.pp == 1:
         return [f"every rank holds both experts, {held} GB" + (f" of {total}" if layout.fsdp else "")]
     if any(len(config.experts_of(stage) or ()) > 1 for stage in range(layout.pp)):

@@ -239,6 +239,11 @@ def passes(config: RunConfig, dtype: torch.dtype) -> Passes:
     return _passes(config.replace(parallel=None), dtype)
 
 
+def calls_per_step(config: RunConfig, dtype: torch.dtype) -> int:
+    """How often a rank of another pipeline than SVD calls a denoiser in a step: for each pass that is not stacked."""
+    return _passes(config.replace(parallel=None), dtype).calls // (config.parallel or Parallel()).cfg or 1
+
+
 @functools.lru_cache(maxsize=64)
 def _passes(config: RunConfig, dtype: torch.dtype) -> Passes:
     from vdpp_core import models

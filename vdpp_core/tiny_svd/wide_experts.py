@@ -40,7 +40,7 @@ def save(folder: Path, boundary: float) -> Path:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             experts[name] = nn.Module.to(UNetSpatioTemporalConditionModel.from_config(SETTINGS), torch.float16).eval()
-    tiny = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"])
+    tiny = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"], use_safetensors=True)
     unet = Experts(experts, [boundary])
     model.save(StableVideoDiffusionPipeline(**tiny.components | {"unet": unet}), folder)
     return folder
