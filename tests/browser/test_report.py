@@ -38,7 +38,7 @@ def write_sweep(folder: Path, write_events: Callable[..., None]) -> None:
 
 
 def events(config: RunConfig, rank: int) -> list[tuple[float, str, dict[str, Any]]]:
-    replica, stage, _ = config.layout.place(rank)
+    replica, stage, *_ = config.layout.place(rank)
     steps = config.stages()[stage]
     told: list[tuple[float, str, dict[str, Any]]] = [(1.0, "start", FACTS), (2.0, "warm", {"seconds": STEP_S})]
     told.append((10.0, "clock", {}))
