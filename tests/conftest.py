@@ -69,6 +69,13 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def on_one_thread() -> Iterator[None]:
+    """All tests of a module on one thread."""
+    with one_thread():
+        yield
+
+
 @functools.cache
 def official_pipeline(dtype: torch.dtype) -> Any:
     from diffusers import StableVideoDiffusionPipeline

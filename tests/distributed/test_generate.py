@@ -47,16 +47,8 @@ def folders(warm_ranks, tmp_path_factory):
     return made
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
+def test_frames_are_those_of_the_official_pipeline(name, folders, on_one_thread):
     folder = folders[name]
     config, result = RunConfig.read(folder), Run(folder).result()
     together = result["official"].pop("max_batch_difference")
@@ -84,7 +76,7 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, one_thread):
     assert frames.std() > 1
 
 
-def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, one_thread):
+def test_frames_are_the_pictures_that_diffusers_gives_its_users(folders, on_one_thread):
     """Nothing of the package on the other side; the size of the chunks matters to the VAE's temporal layers."""
     from diffusers import StableVideoDiffusionPipeline
 

@@ -18,12 +18,7 @@ from vdpp_core.runs.run import Run
 STEPS = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

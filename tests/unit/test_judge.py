@@ -15,13 +15,7 @@ from vdpp_core.plots import video_quality
 from vdpp_core.tiny_svd import judge, train
 from vdpp_core.tiny_svd.clips import held_out
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 
 def at_bucket(scenes, bucket):

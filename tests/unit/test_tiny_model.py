@@ -17,12 +17,7 @@ from vdpp_core.tiny_svd.clips import held_out
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 
 def test_the_autoencoder_starts_as_a_thumbnail_in_colour():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -19,26 +20,39 @@ MINIATURE = train.Setting(vae_iterations=5, unet_iterations=5, expert_iterations
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread_and_checkpoints_all_the_time():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def checkpoints_all_the_time(on_one_thread):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "BATCH", 4)
         patch.setattr(train, "LOG_EVERY", 2)
         patch.setattr(train, "CHECKPOINT_EVERY_S", 0)
         yield
-    torch.set_num_threads(threads)
+
+
+@contextmanager
+def interrupting(name, iteration):
+    """Ctrl-C when a network's training reports this iteration."""
+    report = train.Training._report
+
+    def stop(training, *figures):
+        report(training, *figures)
+        if (training.name, training.iteration) == (name, iteration):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Training, "_report", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 @pytest.fixture(scope="module")
-def trained(one_thread_and_checkpoints_all_the_time, tmp_path_factory):
+def trained(checkpoints_all_the_time, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     train.train(folder, MINIATURE)
     return folder
 
 
 @pytest.fixture(scope="module")
-def trained_experts(one_thread_and_checkpoints_all_the_time, tmp_path_factory):
+def trained_experts(checkpoints_all_the_time, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     train.train_experts(folder, MINIATURE)
     return folder
@@ -66,18 +80,9 @@ def test_what_is_trained_loads_and_generates(trained):
 
 
 @pytest.mark.parametrize("interrupted", ["vae", "unet"])
-def test_an_interrupted_training_goes_on_as_if_nothing_had_been(trained, interrupted, tmp_path, monkeypatch):
-    report = train.Training._report
-
-    def stop(training, *figures):
-        report(training, *figures)
-        if training.name == interrupted and training.iteration == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Training, "_report", stop)
-        with pytest.raises(KeyboardInterrupt):
-            train.train(tmp_path, MINIATURE)
+def test_an_interrupted_training_goes_on_as_if_nothing_had_been(trained, interrupted, tmp_path):
+    with interrupting(interrupted, 4):
+        train.train(tmp_path, MINIATURE)
     assert not (tmp_path / "tiny-svd").exists()
     train.train(tmp_path, MINIATURE)
     ours, theirs = weights(tmp_path), weights(trained)
@@ -112,18 +117,9 @@ def test_experts_and_control_take_the_same_number_of_iterations_and_log_them(tra
     assert log.groupby("network").iteration.max().to_dict() == {"control": 6, "high_noise": 3, "low_noise": 3}
 
 
-def test_an_interrupted_training_of_experts_goes_on_as_if_nothing_had_been(trained_experts, tmp_path, monkeypatch):
-    report = train.Training._report
-
-    def stop(training, *figures):
-        report(training, *figures)
-        if training.name == "low_noise":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Training, "_report", stop)
-        with pytest.raises(KeyboardInterrupt):
-            train.train_experts(tmp_path, MINIATURE)
+def test_an_interrupted_training_of_experts_goes_on_as_if_nothing_had_been(trained_experts, tmp_path):
+    with interrupting("low_noise", 2):
+        train.train_experts(tmp_path, MINIATURE)
     assert not (tmp_path / "experts").exists()
     train.train_experts(tmp_path, MINIATURE)
     ours, theirs = unets(tmp_path), unets(trained_experts)
