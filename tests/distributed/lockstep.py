@@ -70,11 +70,11 @@ def is_refused(network: Any, mesh: Any) -> bool:
 def errors(layout: Parallel, dtype: torch.dtype, several: list[tuple[int, tuple[int, int]]]) -> dict[str, Any]:
     """Relative error of each case, and whether the UNet is afterwards what it was."""
     unet = tiny(dtype)
-    combined = layout.fsdp or layout.world_size > max(layout.frames, layout.cfg)
+    combined = layout.fsdp or layout.world_size > max(layout.frames, layout.cfg, layout.tp)
     cases = several[1:2] if combined else several
     alone = [of_rank_0(*case, dtype) for case in cases]
     mesh = layout.mesh("cpu")
-    assert is_refused(torch.nn.Linear(1, 1), mesh) == (layout.frames > 1)
+    assert is_refused(torch.nn.Linear(1, 1), mesh) == (layout.frames * layout.tp > 1)
     assert vdpp_core.parallelize(unet, mesh, fsdp=layout.fsdp) is unet
     assert is_refused(unet, mesh)  # a second time
     found = {}
@@ -82,6 +82,11 @@ def errors(layout: Parallel, dtype: torch.dtype, several: list[tuple[int, tuple[
         prediction = unet(**inputs(frames, size, dtype), return_dict=False)[0]
         assert prediction.shape == expected.shape
         found[f"{frames} × {size[0]} × {size[1]}"] = ((prediction - expected).norm() / expected.norm()).item()
+    if layout.fsdp and layout.tp > 1:
+        try:
+            vdpp_core.restore(unet)
+        except ValueError as error:
+            return {"errors": found, "same_afterwards": "stay in pieces" in str(error)}
     vdpp_core.restore(unet)
     again = unet(**inputs(*cases[0], dtype)).sample
     return {"errors": found, "same_afterwards": torch.equal(again, of_this_rank(*cases[0], dtype))}

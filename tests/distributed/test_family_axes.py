@@ -11,7 +11,7 @@ from tests.conftest import one_thread
 from tests.families import FAMILIES, PROMPT, folder, official
 from vdpp_core import ConfigError, RunConfig, models
 from vdpp_core.engine import preflight
-from vdpp_core.parallel import fsdp
+from vdpp_core.parallel import loading
 from vdpp_core.parallel.fsdp_units import units
 from vdpp_core.parallel.process_groups import merged
 from vdpp_core.predict import costs
@@ -21,7 +21,7 @@ from vdpp_core.runs.run import Run
 STEPS = 3
 FIELDS = ("prompt", "negative_prompt", "num_frames", "height", "width")
 TRUE_CFG = {"true_cfg_scale": 3.0}
-CFG, FSDP, FRAMES = {"cfg": 2}, {"dp": 2, "fsdp": True}, {"frames": 2}
+CFG, FSDP, FRAMES, TP = {"cfg": 2}, {"dp": 2, "fsdp": True}, {"frames": 2}, {"tp": 2}
 EQUAL, CLOSE = 0.0, 1e-5  # shards are close: the official weights lie in a mapped file, aligned otherwise
 UNETS = ("animatediff", "text-to-video", "i2vgen-xl")
 CASES = (
@@ -44,6 +44,19 @@ CASES = (
         f"{family} cfg": (family, {}, CFG, {}, EQUAL if "wan" in family else CLOSE)
         for family in FAMILIES
         if family != "hunyuan-video"
+    }
+    | {
+        f"{family} tp": (family, {}, TP, {}, CLOSE)
+        for family in ("animatediff", "i2vgen-xl", "cogvideox", "ltx", "wan", "wan-image-to-video", "hunyuan-video")
+    }
+    | {
+        "wan-2.2 tp, swapped from disk": ("wan-2.2", {}, TP, {"swap": "disk"}, CLOSE),
+        "wan-2.2 tp, swapped from the host": ("wan-2.2", {}, TP, {"swap": "host"}, CLOSE),
+        "wan-2.2 cfg tensors": ("wan-2.2", {}, TP | CFG, {}, CLOSE),
+        "wan tp fsdp": ("wan", {}, TP | FSDP, {}, CLOSE),
+        "ltx frames tp": ("ltx", {}, FRAMES | TP, {}, CLOSE),
+        "text-to-video frames tp fsdp": ("text-to-video", {}, FRAMES | TP | {"fsdp": True}, {}, CLOSE),
+        "wan-2.2 stages tp": ("wan-2.2", {}, TP | {"pp": 2}, {}, CLOSE),
     }
     | {f"{family} fsdp": (family, {}, FSDP, {}, CLOSE) for family in FAMILIES}
 )
@@ -98,20 +111,21 @@ def test_latents_are_those_of_the_official_pipeline(name, runs):
     assert ((found - expected).norm() / expected.norm()).item() <= tolerance
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "frames" in name])
+@pytest.mark.parametrize("name", [name for name in CASES if {"frames", "tp"} & {*name.replace(",", "").split()}])
 def test_bytes_are_those_that_were_predicted(name, runs):
     result, found = runs[name].result(), runs[name].config
     predicted = [costs.cost(found, found.layout.place(rank).member) for rank in range(found.layout.world_size)]
     assert [round(gb * 1e9) for gb in result["lockstep_gb_per_step_per_rank"]] == [
         sum(cost.sent.values()) for cost in predicted
     ]
-    assert all(cost.sent["prediction"] > 0 for cost in predicted)
+    for axis, kind in {"frames": "prediction", "tp": "partial sums"}.items():
+        assert all((cost.sent.get(kind, 0) > 0) == (found.layout.sizes[axis] > 1) for cost in predicted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_rank_holds_half_of_the_parameters(family, two_ranks):
     run, dtype = config(family, {}, parallel=FSDP), torch.bfloat16
-    sharded = fsdp.structure(run, merged(run.layout.mesh("cpu"), "dp"), dtype)
+    sharded = loading.structure(run, dtype, mesh=merged(run.layout.mesh("cpu"), "dp"))
     whole = models.load_denoisers(run, torch.device("cpu"), dtype)
     assert sharded.keys() == whole.keys()
     for part, denoiser in sharded.items():
@@ -136,6 +150,8 @@ def test_each_rank_holds_half_of_the_parameters(family, two_ranks):
         ("wan", {"guidance_scale": 1.0}, CFG, "cfg 2: buys nothing without guidance: WanPipeline has 1 pass in a step"),
         ("ltx", {"guidance_scale": 1.0}, CFG, "cfg 2: buys nothing without guidance: LTXPipeline has 1 pass in a step"),
         ("hunyuan-video", {}, CFG, "cfg 2: buys nothing without guidance: HunyuanVideoPipeline has 1 pass in a step"),
+        ("wan", {}, {"tp": 3}, "tp 3: must divide something of WanTransformer3DModel, which has 2 attention heads, 32"),
+        ("wan", {}, FRAMES | TP, "tp 2: times frames, 2, must divide the 2 attention heads of WanTransformer3DModel"),
         ("wan", {}, {"frames": 3}, "frames 3: must divide the 2 attention heads of WanTransformer3DModel"),
         ("ltx", {"width": 32, "height": 32}, {"frames": 2}, "frames 2: must divide the 3 tokens that transformer"),
         *(
@@ -153,4 +169,4 @@ def test_each_rank_holds_half_of_the_parameters(family, two_ranks):
 def test_what_cannot_be_split_is_refused_before_any_rank_starts(family, changes, layout, words):
     run = config(family, changes, parallel=layout)
     with pytest.raises(ConfigError, match=f"^{words}"):
-        preflight.complete(run, run.layout.world_size)
+        preflight.check(preflight.complete(run, run.layout.world_size), run.layout.world_size)

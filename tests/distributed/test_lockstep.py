@@ -14,6 +14,7 @@ from vdpp_core import Parallel
 LAYOUTS = [
     Parallel(frames=2),
     Parallel(cfg=2),
+    Parallel(tp=2),
     Parallel(frames=2, fsdp=True),
     Parallel(frames=3),
     Parallel(frames=4),
@@ -21,6 +22,11 @@ LAYOUTS = [
     Parallel(pp=2, frames=2),
     Parallel(dp=2, cfg=2),
     Parallel(pp=2, cfg=2, fsdp=True),
+    Parallel(tp=4),
+    Parallel(cfg=2, tp=2),
+    Parallel(pp=2, tp=2),
+    Parallel(frames=2, tp=2),
+    Parallel(dp=2, tp=2, fsdp=True),
 ]
 
 

@@ -80,6 +80,16 @@ LOCKSTEP = {  # the same for layouts with cfg and frames; (ranks, arguments, tol
     "frames 2, chunked": (2, QUICK | {"parallel": {"frames": 2}, "enable_memory_opt": True}, 1e-5),
     "frames 2, fsdp": (2, QUICK | {"parallel": {"frames": 2, "fsdp": True}, "num_samples": 2}, 1e-5),
     "cfg 2, half precision": (2, QUICK | {"parallel": {"cfg": 2}, "dtype": "bf16"}, 0.1),
+    "tp 2": (2, QUICK | {"parallel": {"tp": 2}, "num_samples": 2, "warmup_samples": 1}, 1e-5),
+    "tp 2, shortcuts, chunked": (
+        2,
+        QUICK | {"parallel": {"tp": 2}, "shortcuts": True, "enable_memory_opt": True},
+        1e-5,
+    ),
+    "cfg 2 × tp 2": (4, QUICK | {"parallel": {"cfg": 2, "tp": 2}, "num_samples": 2}, 1e-5),
+    "pp 2 × tp 2, fsdp": (4, QUICK | {"parallel": {"pp": 2, "tp": 2, "fsdp": True}, "num_samples": 2}, 1e-5),
+    "frames 2 × tp 2": (4, QUICK | {"parallel": {"frames": 2, "tp": 2}, "num_samples": 2}, 1e-5),
+    "dp 2 × tp 2, fsdp": (4, QUICK | {"parallel": {"dp": 2, "tp": 2, "fsdp": True}, "num_samples": 3}, 1e-5),
     "frames 3 of 14": (3, QUICK | {"parallel": {"frames": 3}, "num_frames": 14, "num_samples": 2}, 1e-5),
     "frames 4": (4, QUICK | {"parallel": {"frames": 4}, "num_samples": 2}, 1e-5),
     "frames 2 × cfg 2": (4, QUICK | {"parallel": {"frames": 2, "cfg": 2}, "num_samples": 2}, 1e-5),
@@ -136,7 +146,10 @@ def test_latents_of_a_lockstep_group_are_close_to_the_official_pipelines(name, r
         assert result["official"]["max_frame_difference"] <= 1  # of 255
 
 
-@pytest.mark.parametrize("name", ["frames 3 of 14", "cfg 2", "pp 2 × frames 2", "frames 2 × cfg 2"])
+COUNTED = ["frames 3 of 14", "cfg 2", "pp 2 × frames 2", "frames 2 × cfg 2", "cfg 2 × tp 2", "frames 2 × tp 2"]
+
+
+@pytest.mark.parametrize("name", COUNTED)
 def test_bytes_are_those_that_were_predicted(name, run_folders):
     folder = run_folders(LOCKSTEP[name][0])[name]
     config, result = RunConfig.read(folder), Run(folder).result()

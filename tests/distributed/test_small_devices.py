@@ -31,16 +31,16 @@ from vdpp_core.engine.measure import MemoryMeter, keep_freed_memory
 from vdpp_core.config.execution import resolve
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.parallel.world import joined
-from vdpp_core.parallel import fsdp
+from vdpp_core.parallel import loading
 
 config = RunConfig(**json.loads(sys.argv[1]))
 keep_freed_memory(False)
 ranks = Ranks.from_environment()
 with joined(config.layout, resolve(config, ranks.local_world_size), ranks, "loading") as world:
-    unet = fsdp.structure(config, world.shards, torch.float32)
+    unet = loading.structure(config, torch.float32, mesh=world.shards)
     meter = MemoryMeter(world.device)
     meter.reset()
-    fsdp.materialise(unet, config, world.shards, world.device, torch.float32)
+    loading.materialise(unet, config, world.device, torch.float32, world.shards)
     own = [parameter.to_local() for parameter in unet.parameters()]
     facts = {"share": sum(t.nbytes for t in own), "peak": meter.peak()["allocated_gb"] * 1e9}
     with open(f"{sys.argv[2]}/{world.rank}.json", "w") as file:

@@ -41,6 +41,9 @@ class Threaded(Group):
     def _all_gather(self, gathered: Tensor, own: Tensor) -> None:
         gathered.copy_(torch.stack(self._swap(own.clone())))
 
+    def _all_reduce(self, own: Tensor) -> None:
+        own.copy_(torch.stack(self._swap(own.clone())).sum(0))
+
     def _all_to_all(self, arrived: Tensor, pieces: Tensor, coming: Sequence[int], sizes: Sequence[int]) -> None:
         came = [parts[self.rank] for parts in self._swap(pieces.clone().split(list(sizes)))]
         assert [len(part) for part in came] == list(coming)

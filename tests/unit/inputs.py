@@ -93,7 +93,7 @@ def _either(good: list[Any], bad: Any) -> Any:
     return st.sampled_from([True, True, True, False]).flatmap(lambda well: st.sampled_from(good) if well else bad)
 
 
-layouts = st.dictionaries(st.sampled_from([*AXIS_NAMES, "fsdp", "stage_ranks", "tp", "self"]), json_like, max_size=3)
+layouts = st.dictionaries(st.sampled_from([*AXIS_NAMES, "fsdp", "stage_ranks", "ep", "self"]), json_like, max_size=3)
 
 
 def _value(name: str) -> Any:

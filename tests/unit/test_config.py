@@ -80,7 +80,7 @@ def test_a_bad_input_is_answered_in_one_line(arguments, argument, value, allowed
 
 
 @pytest.mark.parametrize(
-    "axes", [{"dp": 0}, {"pp": 0}, {"pp": -2}, {"dp": "two"}, {"cfg": 3}, {"frames": 0}, {"tp": 2}]
+    "axes", [{"dp": 0}, {"pp": 0}, {"pp": -2}, {"dp": "two"}, {"cfg": 3}, {"frames": 0}, {"tp": 0}, {"ep": 2}]
 )
 def test_a_bad_axis_is_named(axes):
     (name, value), *_ = axes.items()
@@ -96,7 +96,7 @@ def test_a_bad_axis_is_named(axes):
 def test_a_layout_for_another_number_of_ranks_is_refused(dp, pp, ranks):
     with pytest.raises(ConfigError) as caught:
         RunConfig(parallel=Parallel(dp=dp, pp=pp)).for_ranks(ranks)
-    assert f"dp × pp × cfg × frames = {dp} × {pp} × 1 × 1 must be" in str(caught.value)
+    assert f"dp × pp × cfg × frames × tp = {dp} × {pp} × 1 × 1 × 1 must be" in str(caught.value)
     assert str(caught.value).endswith(f"{ranks}")
 
 

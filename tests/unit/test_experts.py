@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from vdpp_core.engine.measure import Stopwatch
 from vdpp_core.engine.swapping import Swap
 from vdpp_core.models.experts import Experts
 from vdpp_core.models.stage import Stage
+from vdpp_core.parallel import loading
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.events import EventLog
@@ -169,7 +171,8 @@ def test_experts_are_swapped_from_host_memory(model: Callable[[], Path], tmp_pat
     whole = models.load_denoisers(config, CPU, torch.float32)
     stage, prepared = Stage.around(config, {}, CPU, torch.float32, Stopwatch(CPU)), list[Any]()
     with EventLog(runfolder.create(config), 0) as log:
-        swap = Swap(config, stage, CPU, torch.float32, log, prepared.append)
+        load, skeleton = (partial(one, config, dtype=torch.float32) for one in (loading.load, loading.structure))
+        swap = Swap(config, stage, CPU, log, load, lambda names: skeleton(only=names), prepared.append)
         for name in (*names, *names, names[-1]):
             swap.use(name)
             assert list(swap.resident) == [name]

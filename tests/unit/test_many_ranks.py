@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vdpp_core import Parallel, RunConfig, models
-from vdpp_core.config.axes import AXIS_NAMES
+from vdpp_core.config.axes import AXIS_NAMES, LOCKSTEP_NAMES
 from vdpp_core.parallel import parallelize
 from vdpp_core.parallel.group import Group
 from vdpp_core.parallel.handoff import Handoff
@@ -45,7 +45,7 @@ def rank_of(layout: Parallel, rank: int) -> Iterator[World]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         mesh = layout.mesh("cpu")
-        team = merged(mesh, "pp", "cfg", "frames").get_group()
+        team = merged(mesh, "pp", *LOCKSTEP_NAMES).get_group()
         shards, place, cpu = shards_of(layout, mesh), layout.place(rank), torch.device("cpu")
         yield World(rank, layout.world_size, place, cpu, mesh, mesh.get_group("pp"), team, shards)
     finally:

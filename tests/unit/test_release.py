@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vdpp_core import Parallel, RunConfig, models
 from vdpp_core.engine import worker
 from vdpp_core.models import attention, shortcuts
-from vdpp_core.parallel import fsdp, parallelize
+from vdpp_core.parallel import fsdp, loading, parallelize
 from vdpp_core.parallel.group import Group
 from vdpp_core.parallel.process_groups import merged
 
@@ -74,9 +74,9 @@ def test_a_whole_unet_however_it_is_patched(patch: Callable[[Any], Any]) -> None
 def test_a_sharded_unet() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mesh = merged(Parallel(dp=2, fsdp=True).mesh("cpu"), "dp", "cfg", "frames")
-        denoisers = fsdp.structure(TINY, mesh, torch.float32)
-        fsdp.materialise(denoisers, TINY, mesh, CPU, torch.float32)
+        mesh = merged(Parallel(dp=2, fsdp=True).mesh("cpu"), "dp")
+        denoisers = loading.structure(TINY, torch.float32, mesh=mesh)
+        loading.materialise(denoisers, TINY, CPU, torch.float32, mesh)
         unet = denoisers["unet"]
         with torch.no_grad():
             unet(**inputs())

@@ -81,7 +81,10 @@ def test_a_layout_without_stage_ranks_is_as_before() -> None:
         ({"stage_ranks": ("1", "x")}, "stage_ranks 1 x: must be a valid integer"),
         ({"stage_ranks": (1.5, 2)}, "stage_ranks 1.5 2: must be a valid integer"),
         ({"stage_ranks": 3}, "stage_ranks 3: must be a valid tuple"),
-        ({"stage_ranks": (1, 5000)}, "stage_ranks 1 5000: dp × pp × cfg × frames must be at most 4096 ranks, not 5001"),
+        (
+            {"stage_ranks": (1, 5000)},
+            "stage_ranks 1 5000: dp × pp × cfg × frames × tp must be at most 4096 ranks, not 5001",
+        ),
         ({"stage_ranks": (-1, 2)}, "stage_ranks -1 2: must be 2 whole numbers"),
     ],
 )

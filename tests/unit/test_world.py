@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from vdpp_core import Parallel, RunConfig
+from vdpp_core.config.axes import LOCKSTEP_NAMES
 from vdpp_core.config.execution import resolve
 from vdpp_core.engine import worker
 from vdpp_core.parallel import rendezvous
@@ -79,7 +80,7 @@ def test_groups_have_the_default_groups_time_limit(minutes: int) -> None:
     try:
         made = Parallel().mesh("cpu")
         own = [made.get_group(axis) for axis in made.mesh_dim_names or ()]
-        assert {time_limit(group) for group in [*own, merged(made, "dp", "cfg", "frames").get_group()]} == {limit}
+        assert {time_limit(group) for group in [*own, merged(made, "dp", *LOCKSTEP_NAMES).get_group()]} == {limit}
     finally:
         dist.destroy_process_group()
 

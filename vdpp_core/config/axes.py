@@ -35,6 +35,7 @@ AXES = (
     Axis("pp", "stages: split the steps", "step pipeline (pp)", "#E69F00", "s"),
     Axis("cfg", "1 or 2: split the two guidance passes over ranks", "guidance (cfg)", "#009E73", "^", True, 2),
     Axis("frames", "split the frames over ranks, inside the UNet", "frames", "#CC79A7", "D", True),
+    Axis("tp", "split heads, columns and channels over ranks", "tensor parallel (tp)", "#D55E00", "v", True),
 )
 # A flag rather than an axis of the mesh: it shards parameters over ranks that other axes provide.
 FSDP = Axis("fsdp", "shard the parameters over all ranks of a stage", "sharded (fsdp)", "#5A3A1A", "P")

@@ -41,8 +41,9 @@ class Parallel(Frozen):
     """A layout: the size of every axis (`vdpp_core.config.axes`). Their product is the world size.
 
     Ranks that differ only in lockstep axes form a lockstep group: they compute the same step of the same sample
-    together. With `fsdp`, all ranks of one stage, in every replica, share the parameters. With `stage_ranks`, several
-    lockstep groups run a stage: copies of it, which take the replica's samples in turn.
+    together. With `fsdp`, all ranks of one stage, in every replica, share the parameters; with tp, those that hold the
+    same piece of them. With `stage_ranks`, several lockstep groups run a stage: copies of it, which take the replica's
+    samples in turn.
 
     Raises:
         ConfigError: a size out of range, or more than `MOST_RANKS` ranks.
@@ -52,6 +53,7 @@ class Parallel(Frozen):
     pp: int = _size("pp")
     cfg: int = _size("cfg")
     frames: int = _size("frames")
+    tp: int = _size("tp")
     fsdp: bool = Field(default=False, description=FSDP.splits)
     stage_ranks: tuple[int, ...] | None = Field(
         default=None, description="ranks (or lockstep groups) of each stage, which share its samples: 1 3"
@@ -112,8 +114,8 @@ class Parallel(Frozen):
         return self.dp * self.groups * self.lockstep
 
     def shards_of(self, stage: int) -> int:
-        """Number of parts that a stage's parameters are cut into; 1 where every rank holds them whole."""
-        return self.dp * self.copies[stage] * self.lockstep if self.fsdp else 1
+        """Number of ranks that FSDP shards a stage's parameters over, or of tp's pieces of them; 1 without."""
+        return self.dp * self.copies[stage] * self.lockstep // self.tp if self.fsdp else 1
 
     @property
     def shards(self) -> int:

@@ -151,6 +151,8 @@ class RunConfig(
         if parallel.frames > 1 and self.model == "dummy":
             allowed = "not with model dummy: only a spatio-temporal UNet splits by frames"
             raise ConfigError("frames", parallel.frames, allowed)
+        if parallel.tp > 1 and self.model == "dummy":
+            raise ConfigError("tp", parallel.tp, "not with model dummy, which has no attention to split")
 
     def for_ranks(self, ranks: int) -> RunConfig:
         """Fix the layout for a number of ranks: the given layout, or else every rank a stage.

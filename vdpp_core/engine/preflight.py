@@ -14,7 +14,7 @@ from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.models import checkpoint
 from vdpp_core.models.images import read_image, whole_image
-from vdpp_core.parallel import devices, sequence
+from vdpp_core.parallel import devices, sequence, tensor
 
 if TYPE_CHECKING:
     from vdpp_core.models.stage import Loop, Stage
@@ -131,6 +131,10 @@ def check(config: RunConfig, local_ranks: int) -> Execution:
         checkpoint.check_model(config, execution)
     else:
         checkpoint.check_denoisers(config, execution.dtype)
+    if config.layout.tp > 1:
+        from vdpp_core import models  # takes seconds to import
+
+        tensor.check(models.denoisers_on_meta(config, execution.dtype), config.layout.tp, config.layout.frames)
     if config.is_svd or config.rows is not None:
         _check_samples(config, execution)
     return execution

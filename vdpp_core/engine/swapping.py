@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -22,6 +21,8 @@ class Swap:
 
     Args:
         stage: around no experts yet.
+        load: loads experts: device, only=[names] -> name -> module.
+        skeleton: makes them on the meta device: [names] -> the same.
         prepare: called with each expert that was loaded.
 
     Attributes:
@@ -33,16 +34,16 @@ class Swap:
         config: RunConfig,
         stage: Stage,
         device: torch.device,
-        dtype: torch.dtype,
         log: EventLog,
+        load: Callable[..., nn.ModuleDict],
+        skeleton: Callable[[Sequence[str]], nn.ModuleDict],
         prepare: Callable[[nn.Module], None],
     ) -> None:
         self.config, self.stage, self.log, self.prepare = config, stage, log, prepare
         self.resident: dict[str, nn.Module] = {}
-        self.device = device
-        self.load = partial(models.load, config, device, dtype)
+        self.device, self.load, self.skeleton = device, load, skeleton
         names = models.denoisers(config) if config.swap == "host" else ()
-        self.kept = {name: _pinned(models.load(config, torch.device("cpu"), dtype, name), device) for name in names}
+        self.kept = {name: _pinned(self._loaded(name, torch.device("cpu")), device) for name in names}
 
     def use(self, name: str) -> None:
         """Have an expert on the device, and no other."""
@@ -53,7 +54,7 @@ class Swap:
         for module in self.resident.values():
             fsdp.release(module)
         self.resident.clear()
-        module = self._from_host(name) if self.kept else self.load(name)
+        module = self._from_host(name) if self.kept else self._loaded(name, self.device)
         size = sum(parameter.nbytes for parameter in module.parameters())
         if self.config.swap_gb_per_s is not None:
             time.sleep(max(0.0, size / self.config.swap_gb_per_s / 1e9 - (time.perf_counter() - began)))
@@ -64,12 +65,15 @@ class Swap:
 
     def _from_host(self, name: str) -> nn.Module:
         """A copy on the device of an expert in host memory."""
-        module = models.skeletons(self.config, torch.float32, [name])[name]
+        module = self.skeleton([name])[name]
         state = {key: value.to(self.device, non_blocking=True) for key, value in self.kept[name].items()}
         module.load_state_dict(state, assign=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return models.ready(self.config, module) if self.config.is_svd else module.to(self.device)
+        return module.to(self.device)
+
+    def _loaded(self, name: str, device: torch.device) -> nn.Module:
+        return self.load(device=device, only=[name])[name]
 
 
 def _pinned(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:

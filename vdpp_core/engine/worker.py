@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vdpp_core import models
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.engine import collect_files, preflight
@@ -29,7 +28,8 @@ from vdpp_core.engine.swapping import Swap
 from vdpp_core.models import pipelines, stand_ins
 from vdpp_core.models.message import Message
 from vdpp_core.models.stage import Passes, Stage
-from vdpp_core.parallel import fsdp, guidance
+from vdpp_core.parallel import fsdp, guidance, loading
+from vdpp_core.parallel.group import Collectives
 from vdpp_core.parallel.parallelize import parallelize, sent
 from vdpp_core.parallel.rendezvous import Ranks, agree
 from vdpp_core.parallel.world import LostRankError, World, joined
@@ -198,12 +198,11 @@ class _Rank:
         are encoded later."""
         config, world = self.config, self.world
         names, given = config.experts_of(world.place.stage), (world.device, self.dtype)
-        if world.shards is not None:
-            self.denoisers = fsdp.structure(config, world.shards, self.dtype, names)
-            self.meter.set_baseline()  # some 15 MB of Python objects of FSDP are no memory of the model
-            fsdp.materialise(self.denoisers, config, world.shards, *given)
-        elif config.swap is None:
-            self.denoisers = nn.ModuleDict(models.load_denoisers(config, *given, names))
+        tp = Collectives(world.mesh.get_group("tp")) if config.layout.tp > 1 else None
+        load = partial(loading.load, config, dtype=self.dtype, mesh=world.shards, tp=tp)
+        if config.swap is None:
+            # some 15 MB of Python objects of FSDP are no memory of the model
+            self.denoisers = load(device=world.device, only=names, structured=self.meter.set_baseline)
         self.stage = Stage.around(config, dict(self.denoisers), *given, self.stopwatch)
         self._encode()
         self.passes = Passes(1, 1)
@@ -212,7 +211,8 @@ class _Rank:
         for denoiser in self.denoisers.values():
             self._split_steps(denoiser)
         if config.swap is not None:
-            self.swap = Swap(config, self.stage, *given, self.log, self._split_steps)
+            skeleton = partial(loading.structure, config, self.dtype, tp=tp)
+            self.swap = Swap(config, self.stage, world.device, self.log, load, skeleton, self._split_steps)
             self._use_expert(self.steps)
         self.log.write("loaded")
 

@@ -6,7 +6,7 @@ FSDP: Zhao et al. 2023; the idea is stage 3 of ZeRO: Rajbhandari et al. 2020.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vdpp_core import models
-from vdpp_core.config import ConfigError, RunConfig
-from vdpp_core.models import weights
 from vdpp_core.parallel.fsdp_units import units
 from vdpp_core.parallel.world import communication
 
@@ -47,52 +44,6 @@ def shard(denoiser: Any, mesh: DeviceMesh, cpu_offload: bool = False) -> Any:
     return denoiser
 
 
-def structure(
-    config: RunConfig, mesh: DeviceMesh, dtype: torch.dtype, only: Sequence[str] | None = None
-) -> nn.ModuleDict:
-    """Make the sharded denoisers of a run, or some of them, on the meta device, without values."""
-    made = {
-        name: shard(denoiser, mesh, config.fsdp_cpu_offload)
-        for name, denoiser in models.skeletons(config, dtype, only).items()
-    }
-    for denoiser in made.values() if config.is_svd else ():
-        models.ready(config, denoiser)
-    return nn.ModuleDict(made)
-
-
-@torch.no_grad()
-def materialise(
-    denoisers: nn.ModuleDict, config: RunConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Fill denoisers from `structure` with their weights. No rank ever holds more than its shards and one more layer.
-
-    Of a stored model only the rank's own rows are read; random weights are drawn layer by layer.
-
-    Raises:
-        ConfigError: a parameter is not stored.
-    """
-    home = torch.device("cpu") if config.fsdp_cpu_offload else device
-    for part, denoiser in denoisers.items():
-        denoiser._apply(lambda one: torch.empty_like(one, device=home) if one.is_meta else one.to(device))
-        lacking = {**dict(denoiser.named_parameters()), **dict(denoiser.named_buffers())}
-        for name, rows in _source(config, part, device, dtype):
-            target = lacking.pop(name, None)
-            if isinstance(target, DTensor):
-                _copy_own_rows(target, rows, mesh)
-            elif target is not None:
-                target.copy_(rows[:])
-        if absent := [name for name, target in lacking.items() if isinstance(target, DTensor)]:
-            raise ConfigError(*config.model_argument, f"must have all weights of {part}: {absent[0]} is missing")
-
-
-def _source(config: RunConfig, part: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    if config.model == "dummy" or config.random_weights:
-        return weights.random(models.on_meta(config, dtype, part), device)
-    from vdpp_core.models.svd import weights_folder
-
-    return weights.stored(weights_folder(config, dtype, part), dtype)
-
-
 def release(denoiser: nn.Module) -> None:
     """Free the memory of a denoiser, or several, whole or sharded, at once. It cannot compute afterwards.
 
@@ -107,15 +58,6 @@ def release(denoiser: nn.Module) -> None:
             tensor.to_local().untyped_storage().resize_(0)
         else:
             tensor.data = tensor.new_empty(0)
-
-
-def _copy_own_rows(parameter: DTensor, rows: Any, mesh: DeviceMesh) -> None:
-    """FSDP2 cuts the first dimension into pieces of ⌈rows / ranks⌉; the last ranks may have fewer rows or none."""
-    own = parameter.to_local()
-    most = -(-parameter.shape[0] // mesh.size())
-    first = min(mesh.get_local_rank() * most, parameter.shape[0])
-    if own.shape[0]:
-        own.copy_(rows[first : first + own.shape[0]])
 
 
 class AllGather:

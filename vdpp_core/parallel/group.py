@@ -22,7 +22,7 @@ class Group:
 
     Attributes:
         sent: (layer, kind) -> bytes that this rank has sent to others. Kinds: positions (all-to-all), halo, statistics,
-            prediction, guidance.
+            prediction, guidance, partial sums, parameters (of tensor parallelism, gathered by `restore`).
         exchanges: number of collective operations so far.
     """
 
@@ -80,11 +80,21 @@ class Group:
                 came[rank] = piece[own.nbytes :].view(first.dtype).view(first.shape)
         return gathered, came.get(self.rank - 1), came.get(self.rank + 1)
 
+    def all_reduce(self, own: Tensor, layer: str, kind: str) -> Tensor:
+        """Sum a tensor of the same shape over all ranks, in place where it is contiguous. Bytes count as a ring sends
+        them: 2·(N-1)/N of the tensor."""
+        self._count(layer, kind, 2 * own.nbytes * (self.size - 1) // self.size)
+        own = own.contiguous()
+        self._all_reduce(own)
+        return own
+
     def _count(self, layer: str, kind: str, size: int) -> None:
         self.sent[layer, kind] += size
         self.exchanges += 1
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> None: ...
+
+    def _all_reduce(self, own: Tensor) -> None: ...
 
     def _all_to_all(self, arrived: Tensor, pieces: Tensor, coming: Sequence[int], sizes: Sequence[int]) -> None: ...
 
@@ -111,3 +121,7 @@ class Collectives(Group):
     def _all_to_all(self, arrived: Tensor, pieces: Tensor, coming: Sequence[int], sizes: Sequence[int]) -> None:
         with communication():
             dist.all_to_all_single(arrived, pieces, list(coming), list(sizes), group=self.group)
+
+    def _all_reduce(self, own: Tensor) -> None:
+        with communication():
+            dist.all_reduce(own, group=self.group)

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from vdpp_core.config.axes import AXIS_NAMES, LOCKSTEP_NAMES
 from vdpp_core.models.patches import Patches
-from vdpp_core.parallel import frames, guidance, sequence
+from vdpp_core.parallel import frames, guidance, sequence, tensor
 from vdpp_core.parallel.fsdp import shard
 from vdpp_core.parallel.group import Collectives, Group
 from vdpp_core.parallel.process_groups import merged
 
 APPLIED = "_parallelized"
-SPLITTERS = {"cfg": guidance.split, "frames": frames.split}  # lockstep axis -> how it splits a forward pass
+# lockstep axis -> how it splits a forward pass
+SPLITTERS = {"cfg": guidance.split, "frames": frames.split, "tp": tensor.split}
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Applied:
     """What `parallelize` did to a denoiser, kept on it under the name `APPLIED`."""
 
     patches: Patches
-    groups: dict[str, Collectives]
+    groups: dict[str, Group]
 
 
 def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False, calls_per_step: int = 1) -> Any:
@@ -39,9 +41,10 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False, calls_per_step:
 
     Args:
         unet: diffusers' `UNetSpatioTemporalConditionModel`, or the UNet or transformer of another pipeline. `frames`
-            splits the UNets of SVD, AnimateDiff, text-to-video and I2VGen-XL, and transformers with a `_cp_plan`.
+            splits the UNets of SVD, AnimateDiff, text-to-video and I2VGen-XL, and transformers with a `_cp_plan`; `tp`
+            the attention, feed-forward and resnets of all of them, of which each rank then holds a piece.
         mesh: from `Parallel.mesh`. Its lockstep axes split the forward pass; dp and pp are left to the caller.
-        fsdp: also shard the parameters over all ranks of a stage. `restore` does not undo this.
+        fsdp: also shard the parameters over all ranks of a stage that hold the same. `restore` does not undo this.
         calls_per_step: 2 where the pipeline calls the UNet once for each pass of the guidance (Wan). Pairs of calls
             are then split over cfg, and the first prediction of a pair is complete when the second call returns.
 
@@ -53,18 +56,35 @@ def parallelize(unet: Any, mesh: DeviceMesh, fsdp: bool = False, calls_per_step:
         raise ValueError(f"mesh {mesh.mesh_dim_names}: must be of Parallel.mesh, with the axes {', '.join(AXIS_NAMES)}")
     if hasattr(unet, APPLIED):
         raise ValueError(f"unet {type(unet).__name__}: is parallelized already, restore comes first")
-    groups = {axis: Collectives(mesh.get_group(axis)) for axis in LOCKSTEP_NAMES if mesh[axis].size() > 1}
+    groups: dict[str, Group] = {
+        axis: Collectives(mesh.get_group(axis)) for axis in LOCKSTEP_NAMES if mesh[axis].size() > 1
+    }
     if "frames" in groups and (reason := sequence.refusal(unet, groups["frames"].size)):
         raise ValueError(f"frames {groups['frames'].size}: {reason}")
+    patches = Patches()
+    if pieces := tensor.pieces_of(unet):  # loaded in pieces
+        groups["tp"] = next(iter(pieces.values())).group
+    elif "tp" in groups:
+        tensor.check({"unet": unet}, groups["tp"].size, mesh["frames"].size())
+        tensor.split(unet, groups["tp"], patches)
     if fsdp:
-        shard(unet, merged(mesh, "dp", *LOCKSTEP_NAMES))
-    setattr(unet, APPLIED, Applied(split_forward(unet, groups, calls_per_step), groups))
+        shard(unet, merged(mesh, "dp", *(axis for axis in LOCKSTEP_NAMES if axis != "tp")))
+    split_forward(unet, {axis: group for axis, group in groups.items() if axis != "tp"}, calls_per_step, patches)
+    setattr(unet, APPLIED, Applied(patches, groups))
     return unet
 
 
 def restore(unet: Any) -> Any:
-    """Undo `parallelize`, so that the UNet computes alone again. A UNet that was not parallelized stays as it is."""
+    """Undo `parallelize`, so that the UNet computes alone again. A UNet that was not parallelized stays as it is.
+
+    With tp, all its ranks have to call this, because they gather the parameters from each other.
+
+    Raises:
+        ValueError: with tp and fsdp, whose parameters are not gathered.
+    """
     if hasattr(unet, APPLIED):
+        if tensor.pieces_of(unet) and isinstance(unet, FSDPModule):
+            raise ValueError(f"unet {type(unet).__name__}: with tp and fsdp it stays in pieces, load it again")
         getattr(unet, APPLIED).patches.undo()
         delattr(unet, APPLIED)
     return unet
@@ -79,9 +99,11 @@ def sent(unet: Any) -> Counter[tuple[str, str, str]]:
     return Counter({(axis, *key): count for axis, group in groups.items() for key, count in group.sent.items()})
 
 
-def split_forward(unet: Any, groups: Mapping[str, Group], calls_per_step: int = 1) -> Patches:
+def split_forward(
+    unet: Any, groups: Mapping[str, Group], calls_per_step: int = 1, patches: Patches | None = None
+) -> Patches:
     """Split a UNet's forward pass in place over the groups of its lockstep axes, innermost axis first."""
-    patches, splitters = Patches(), dict[str, Any](SPLITTERS)
+    patches, splitters = patches or Patches(), dict[str, Any](SPLITTERS)
     if calls_per_step == 2:
         splitters["cfg"] = guidance.split_calls
     if getattr(unet, "_cp_plan", None):

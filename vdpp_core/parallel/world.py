@@ -140,10 +140,13 @@ def _settings(execution: Execution, ranks: Ranks) -> Iterator[None]:
 
 
 def shards_of(layout: Parallel, mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks of this rank's stage, which share its parameters; None without sharding. All ranks have to call it."""
+    """The ranks of this rank's stage that share its parameters; None without sharding. All ranks have to call it.
+
+    Along tp, the innermost axis, each rank holds another piece.
+    """
     if layout.shards == 1:
         return None
-    stages = [layout.ranks_of(stage) for stage in range(layout.pp)]
+    stages = [layout.ranks_of(stage)[piece :: layout.tp] for stage in range(layout.pp) for piece in range(layout.tp)]
     own = mesh_of(stages, mesh.device_type, "shards")
     return own if own.size() > 1 else None
 

@@ -9,11 +9,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vdpp_core import models
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.config.layout import Parallel
-from vdpp_core.parallel import devices
+from vdpp_core.parallel import devices, tensor
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import communicators, trace
 from vdpp_core.predict.allocator import FullError
@@ -376,6 +377,10 @@ def before_start(config: RunConfig, execution: Execution) -> list[str]:
     found, layout = [], config.layout
     if layout.fsdp and layout.shards == 1:
         found.append("fsdp with one rank per stage saves no memory: no other rank shares the parameters")
+    if layout.tp > 1:
+        denoisers = models.denoisers_on_meta(config, execution.dtype).values()
+        whole = dict.fromkeys(tensor.left_whole(denoiser, layout.tp) for denoiser in denoisers)
+        found += [f"tp {layout.tp}: {line}" for line in whole if line]
     capacity, limited = devices.capacity(config, execution), config.memory_limit_gib is not None
     if not limited and _at_most(config) + outside(config) < capacity:
         return found

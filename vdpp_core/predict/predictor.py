@@ -117,7 +117,8 @@ class _Fit:
 
     def covers(self, config: RunConfig) -> bool:
         *_, rows, columns = config.shape
-        beyond = config.command == "generate" or config.fsdp_cpu_offload or rows * columns < SMALLEST
+        beyond = config.command == "generate" or config.fsdp_cpu_offload or config.layout.tp > 1
+        beyond |= rows * columns < SMALLEST
         return not beyond and _family(config) == self.family
 
     def _fitted(self, one: RunConfig, split: bool, fsdp: bool) -> tuple[Array, Array]:

@@ -102,7 +102,8 @@ def of(config: RunConfig, execution: Execution) -> Origin:
     fields = config.model_dump(mode="json")
     settings = {name: fields[name] for name in sorted(fields.keys() - WITHOUT_EFFECT - OF_VIDEOS - BY_OUTCOME)}
     settings |= {"shape": list(config.shape), "backend": execution.backend}
-    settings |= config.layout.lockstep_sizes  # the axes that reorder sums
+    # the axes that reorder sums; tp is younger than the origins of some runs
+    settings |= {axis: size for axis, size in config.layout.lockstep_sizes.items() if size > 1 or axis != "tp"}
     samples = Samples(
         settings=settings,
         image=None if config.image_path is None else _digests([config.image_path])[0],
