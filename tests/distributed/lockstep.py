@@ -18,7 +18,7 @@ import torch.distributed as dist
 from diffusers import UNetSpatioTemporalConditionModel
 
 import vdpp_core
-from tests.distributed import official
+from tests.distributed import dtensors, official
 from vdpp_core import Parallel
 from vdpp_core.config.fields import MODELS
 
@@ -104,6 +104,8 @@ def main() -> None:
         }
     if dist.get_world_size() == 2:
         results["official"] = official.compare(Parallel(frames=2))
+        with torch.no_grad():
+            results["dtensors"] = dtensors.compare(Parallel(tp=2).mesh("cpu")["tp"])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0:

@@ -63,3 +63,7 @@ def test_the_official_pipeline_takes_a_split_unet():
         for found in rank["official"]:
             assert found["latents"] <= 1e-4
             assert found["grey_levels"] <= 1
+
+
+def test_a_block_is_cut_as_torchs_own_styles_cut_it():
+    assert all(rank["dtensors"] < 1e-6 for rank in of_ranks(2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from vdpp_core import Parallel
 from vdpp_core.config.axes import AXES, AXIS_NAMES, LOCKSTEP_NAMES
 from vdpp_core.parallel.parallelize import SPLITTERS
@@ -21,9 +23,9 @@ def test_lockstep_axes_are_the_innermost():
     assert ("dp", "pp", *LOCKSTEP_NAMES) == AXIS_NAMES
 
 
-def test_what_lockstep_axes_do_is_known_of_each():
-    assert set(SPLITTERS) == set(LOCKSTEP_NAMES)
-    assert set(SENT) == set(LOCKSTEP_NAMES) - {"tp"}  # which no formulas are fitted for: it is counted
+@pytest.mark.parametrize("table", [SPLITTERS, SENT], ids=["splitters", "bytes sent"])
+def test_what_lockstep_axes_do_is_known_of_each(table):
+    assert set(table) == set(LOCKSTEP_NAMES)
 
 
 def test_figures_know_each_axis():

@@ -34,8 +34,18 @@ def test_bytes_are_those_of_the_formula(ranks, change):
         assert count == pytest.approx(formula[kind], rel=0.05), kind
 
 
-def test_bytes_of_the_published_unet():
-    config = published.memory_config(PUBLISHED[1]).replace(parallel=Parallel(frames=2))
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 4}, {"frames": 2, "tp": 2}], ids=str)
+def test_bytes_of_tensors_are_those_of_the_formula(axes):
+    """tp 4 divides the feed-forwards and resnets of the tiny UNet, but none of its 2 or 3 heads."""
+    config = TINY.replace(parallel=Parallel(**axes), latent_shape=(1, 4, 14, 8, 16))
+    counted, formula = costs.sent_by_all(config), costs.formula(config)
+    assert counted["partial sums"] == formula["partial sums"] > 0
+    assert sum(counted.values()) == pytest.approx(sum(formula.values()), rel=0.05)
+
+
+@pytest.mark.parametrize("axes", [{"frames": 2}, {"tp": 2}], ids=str)
+def test_bytes_of_the_published_unet(axes):
+    config = published.memory_config(PUBLISHED[1]).replace(parallel=Parallel(**axes))
     counted, formula = costs.sent_by_all(config), costs.formula(config)
     assert sum(counted.values()) == pytest.approx(sum(formula.values()), rel=0.05)
 

@@ -11,6 +11,7 @@ from vdpp_core.predict.predictor import COUNTED, TRACED, Predictor
 BASE = RunConfig(model="tiny", random_weights=True, device="cuda", dtype="fp16", num_samples=1)
 VIDEOS = [(25, 80, 144), (9, 40, 72), (40, 64, 64)]
 WHOLE = [Parallel(), Parallel(cfg=2), Parallel(frames=2), Parallel(frames=7), Parallel(cfg=2, frames=3)]
+TENSORS = [Parallel(tp=2), Parallel(cfg=2, tp=4), Parallel(frames=2, tp=2, fsdp=True)]
 SHARDED = [Parallel(dp=7, fsdp=True), Parallel(frames=4, fsdp=True), Parallel(cfg=2, frames=3, fsdp=True)]
 
 
@@ -35,7 +36,7 @@ def test_the_videos_tried_here_are_not_those_of_the_fit():
 
 @pytest.mark.parametrize("mode", ["batched", "sequential"])
 @pytest.mark.parametrize("video", VIDEOS, ids=str)
-@pytest.mark.parametrize("layout", [*WHOLE, *SHARDED], ids=str)
+@pytest.mark.parametrize("layout", [*WHOLE, *TENSORS, *SHARDED], ids=str)
 def test_the_fit_comes_near_to_counting(fitted, exact, layout, video, mode):
     config = BASE.replace(latent_shape=(1, 4, *video), parallel=layout, guidance_mode=mode)
     near, true = fitted.cost(config), exact.cost(config)
@@ -44,7 +45,7 @@ def test_the_fit_comes_near_to_counting(fitted, exact, layout, video, mode):
     assert (near.exchanges, near.gathered, near.gathers) == (true.exchanges, true.gathered, true.gathers)
     found, known = fitted.room(config), exact.room(config)
     assert found.peak == pytest.approx(known.peak, rel=0.08 if layout.fsdp else 0.075)
-    assert found.needed == pytest.approx(known.needed, rel=0.05)
+    assert found.needed == pytest.approx(known.needed, rel=0.05 if layout.tp == 1 else 0.06)
 
 
 def test_two_videos_at_once_cost_twice_as_much(fitted):

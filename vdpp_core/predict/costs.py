@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vdpp_core import models
-from vdpp_core.config import RunConfig
+from vdpp_core.config import ConfigError, RunConfig
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
-from vdpp_core.parallel import sequence
+from vdpp_core.models.patches import Patches
+from vdpp_core.parallel import sequence, tensor
 from vdpp_core.parallel.fsdp_units import units
+from vdpp_core.parallel.group import Group
 from vdpp_core.predict import memory, trace
 
 GROUPS_OF_NORM = 32  # in each group norm of SVD
@@ -113,7 +117,7 @@ def gathering(config: RunConfig, shards: int | None = None, name: str | None = N
     shards = (config.parallel or Parallel()).shards if shards is None else shards
     if shards == 1:
         return 0, 0
-    units = _units(config.model, config.model_id, resolve(config).dtype)
+    units = _units(config.model, config.model_id, resolve(config).dtype, (config.parallel or Parallel()).tp)
     whole, pieces = map(sum, zip(*(units.values() if name is None else [units[name]]), strict=True))
     dtype = resolve(config).dtype
     calls = config.calls_per_step if config.is_svd else trace.calls_per_step(memory.alike(config), dtype)
@@ -125,22 +129,42 @@ def parameters(config: RunConfig) -> int:
     return sum(experts(config).values())
 
 
-def experts(config: RunConfig) -> dict[str, int]:
-    """Denoiser -> bytes of its parameters."""
-    found = _units(config.model, config.model_id, resolve(config).dtype)
+def experts(config: RunConfig, tp: int = 1) -> dict[str, int]:
+    """Denoiser -> bytes of its parameters, or of the pieces that each of `tp` ranks holds."""
+    found = _units(config.model, config.model_id, resolve(config).dtype, tp)
     return {name: whole for name, (whole, _) in found.items()}
 
 
-@functools.lru_cache(maxsize=32)
-def refusal(model: str, model_id: str | None, ranks: int) -> str | None:
-    """Why another pipeline's denoisers cannot be split over so many ranks, whatever the video; None where they can."""
-    found = models.denoisers_on_meta(_any_size(model, model_id), torch.float32).values()
-    return next(filter(None, (sequence.refusal(denoiser, ranks) for denoiser in found)), None)
+@functools.lru_cache(maxsize=64)
+def refusal(model: str, model_id: str | None, layout: Parallel) -> str | None:
+    """Why a model's denoisers cannot be split along frames and tp, whatever the video; None where they can."""
+    found = models.denoisers_on_meta(_any_size(model, model_id), torch.float32)
+    for denoiser in found.values():
+        if layout.frames > 1 and (reason := sequence.refusal(denoiser, layout.frames)):
+            return f"frames {layout.frames}: {reason}"
+    try:
+        tensor.check(found, layout.tp, layout.frames)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def tp_sizes(model: str, model_id: str | None, dtype: torch.dtype, most: int) -> tuple[int, ...]:
+    """List the sizes of tp, up to a number of ranks, that are worth a plan: with each, a rank holds less than with the
+    ones before."""
+    sizes, least = [1], math.inf
+    for ranks in range(2, most + 1) if model != "dummy" else ():
+        if refusal(model, model_id, Parallel(tp=ranks)) is None:
+            own = sum(whole for whole, _ in _units(model, model_id, dtype, ranks).values())
+            sizes, least = [*sizes, *[ranks] * (own < least)], min(own, least)
+    return tuple(sizes)
 
 
 def held(config: RunConfig) -> int:
     """Bytes of the parameters that a rank of the fullest stage has at once."""
-    layout, sizes = config.parallel or Parallel(), experts(config)
+    layout = config.parallel or Parallel()
+    sizes = experts(config, layout.tp)
     if config.swap is not None:
         return max(sizes.values())
     if config.experts is None:
@@ -159,54 +183,102 @@ def sent_by_all(config: RunConfig) -> dict[str, int]:
 
 
 def formula(config: RunConfig) -> dict[str, float]:
-    """kind -> bytes as of `sent_by_all`, for the frames axis by formula: N ranks, F frames, X bytes of a hidden state.
+    """kind -> bytes as of `sent_by_all`, of Stable Video Diffusion by formula: N ranks, F frames, X bytes of a hidden
+    state.
 
     positions: 2·X·(N-1)/N per temporal transformer, an all-to-all there and back (Jacobs et al. 2023, "DeepSpeed
     Ulysses"). halo: 4·X·(N-1)/F per temporal resnet, whose two convolutions exchange the edge frames of each rank.
     statistics: N·(N-1) times mean and M2, 8 bytes per group and video, for two norms per resnet (merged as by Chan,
-    Golub and LeVeque 1979). prediction: N·(N-1)·⌈F/N⌉ of its frames, an all-gather.
+    Golub and LeVeque 1979). prediction: N·(N-1)·⌈F/N⌉ of its frames, an all-gather. All this for each rank of tp.
+    partial sums: 2·(N-1)·X for each attention, feed-forward and resnet that tp cuts, an all-reduce (Shoeybi et al.
+    2019, "Megatron-LM").
     """
-    ranks = (config.parallel or Parallel()).frames
+    layout = config.parallel or Parallel()
+    ranks = layout.frames
     batch, channels, frames, rows, columns = config.shape
     videos = batch * config.guidance_passes
     frame = videos * resolve(config).element_size  # bytes of one value of a frame, in all videos
     layers = temporal_layers(config.model, config.model_id)
     transformers, resnets = (
-        sum(width * -(-rows // 2**level) * -(-columns // 2**level) for level, width in layers[kind])
-        for kind in ("transformers", "resnets")
+        sum(width * positions(config, level) for level, width in layers[kind]) for kind in ("transformers", "resnets")
     )
-    return {
+    across_frames = {
         "positions": 2 * frame * frames * transformers * (ranks - 1) / ranks,
         "halo": 4 * frame * resnets * (ranks - 1),
         "statistics": ranks * (ranks - 1) * 8 * videos * GROUPS_OF_NORM * 2 * len(layers["resnets"]),
         "prediction": ranks * (ranks - 1) * -(-frames // ranks) * frame * channels * rows * columns,
     }
+    found = {kind: layout.tp * size for kind, size in across_frames.items()}
+    if layout.tp > 1:
+        cut = cut_weights(config.model, config.model_id, layout.tp)
+        summed = sum(one.shape[0] * positions(config, one.level) for one in cut if one.is_summed)
+        found["partial sums"] = 2 * frame * frames * summed * (layout.tp - 1)
+    return found
+
+
+def positions(config: RunConfig, level: int) -> int:
+    """Positions of a frame's hidden state at a level of the UNet, each of which halves rows and columns."""
+    *_, rows, columns = config.shape
+    return -(-rows // 2**level) * -(-columns // 2**level)
 
 
 @functools.lru_cache(maxsize=8)
 def temporal_layers(model: str, model_id: str | None) -> dict[str, list[tuple[int, int]]]:
     """ "resnets", "transformers" -> (level, channels) of each; each level halves the rows and columns."""
     unet = models.on_meta(_any_size(model, model_id), torch.float32)
-    levels = len(unet.down_blocks)
-    blocks = [*enumerate(unet.down_blocks), (levels - 1, unet.mid_block)]
-    blocks += [(levels - 1 - number, block) for number, block in enumerate(unet.up_blocks)]
     found: dict[str, list[tuple[int, int]]] = {"resnets": [], "transformers": []}
-    for level, block in blocks:
+    for level, block in _blocks(unet):
         found["resnets"] += [(level, resnet.temporal_res_block.in_channels) for resnet in block.resnets]
         found["transformers"] += [(level, layer.in_channels) for layer in getattr(block, "attentions", [])]
     return found
+
+
+class CutWeight(NamedTuple):
+    """A weight of a UNet that tp cuts: its name, how often its block halves rows and columns, the shape of a rank's
+    piece, and whether its layer ends with an all-reduce."""
+
+    name: str
+    level: int
+    shape: torch.Size
+    is_summed: bool
+
+    @property
+    def over_frames(self) -> bool:
+        """Whether its layer computes over all frames of some positions, rather than over all positions of a frame."""
+        return "temporal_transformer_blocks" in self.name
+
+
+@functools.lru_cache(maxsize=32)
+def cut_weights(model: str, model_id: str | None, tp: int) -> list[CutWeight]:
+    """List what so many ranks cut of Stable Video Diffusion's UNet."""
+    unet = models.on_meta(_any_size(model, model_id), torch.float32)
+    tensor.split(unet, Group(tp), Patches())
+    levels = {id(parameter): level for level, block in _blocks(unet) for parameter in block.parameters()}
+    found = ((name, unet.get_parameter(name), piece.dim == 1) for name, piece in tensor.pieces_of(unet).items())
+    return [CutWeight(name, levels[id(one)], one.shape, summed) for name, one, summed in found if one.ndim > 1]
+
+
+def _blocks(unet: Any) -> list[tuple[int, Any]]:
+    """The blocks of a UNet, each with its level."""
+    levels = len(unet.down_blocks)
+    up = ((levels - 1 - number, block) for number, block in enumerate(unet.up_blocks))
+    return [*enumerate(unet.down_blocks), (levels - 1, unet.mid_block), *up]
 
 
 def _any_size(model: str, model_id: str | None) -> RunConfig:
     return RunConfig(model=model, model_id=model_id, random_weights=model != "dummy")
 
 
-@functools.lru_cache(maxsize=8)
-def _units(model: str, model_id: str | None, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
-    """Denoiser -> bytes of its parameters, and the number of units that FSDP gathers, the root included."""
+@functools.lru_cache(maxsize=32)
+def _units(model: str, model_id: str | None, dtype: torch.dtype, tp: int = 1) -> dict[str, tuple[int, int]]:
+    """Denoiser -> bytes of a rank's pieces of its parameters, and the number of units that FSDP gathers, the root
+    included."""
+    made = models.denoisers_on_meta(_any_size(model, model_id), dtype)
+    for denoiser in made.values() if tp > 1 else ():
+        tensor.split(denoiser, Group(tp), Patches())
     return {
         name: (sum(parameter.nbytes for parameter in denoiser.parameters()), 1 + len(units(denoiser)))
-        for name, denoiser in models.denoisers_on_meta(_any_size(model, model_id), dtype).items()
+        for name, denoiser in made.items()
     }
 
 

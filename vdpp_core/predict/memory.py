@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -29,7 +29,7 @@ CONTEXT_GIB = 0.71
 # On a CPU: oneDNN's copies of tensors in the layouts it prefers, and what libraries allocate on first use.
 # tests/benchmarks/memory.py measured 3 to 5 % above the prediction on one rank, 2 to 11 % with FSDP.
 CPU_ALLOWANCE, CPU_CONSTANT = 1.1, 30e6
-MOST_RANKS = 8
+MOST_RANKS, POWERS = 8, (2, 4, 8)
 LARGEST_GIB = 1e6
 WIDEST_OF_SMALL = 96  # channels of the tiny model
 CALL = ("prompt", "negative_prompt", "image", "call", "num_frames", "height", "width")  # of a pipeline
@@ -223,13 +223,13 @@ def remedies(config: RunConfig, capacity: float) -> list[str]:
 
 
 def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
-    """CFG parallel, or the fewest ranks that the frames must be split over."""
+    """CFG parallel, or the fewest ranks that the frames, or the layers (tp), must be split over."""
     layout, frames = config.parallel or Parallel(), config.shape[2]
     if config.model == "dummy" or layout.lockstep > 1:
         return []
-    found, changes = [], []
+    found, sizes = [], dict[str, Sequence[int]]()
     if config.guidance_passes > config.calls_per_step:
-        changes.append({"cfg": 2})
+        sizes["cfg"] = (2,)
     peak, most = predict(config), needed(config)
     enough = (
         ranks
@@ -237,14 +237,15 @@ def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
         if most - (peak.total - peak.parameters) * (1 - -(-frames // ranks) / frames) < capacity
     )
     if (fewest := next(enough, None)) is not None:
-        changes += [{"frames": ranks} for ranks in range(fewest, min(fewest + 2, MOST_RANKS, frames) + 1)]
-    for change in changes:
-        more = Parallel(**(layout.model_dump() | change))
-        if fit(config.replace(parallel=more, fsdp_same_sample=False), capacity).fits:
-            (axis, size), *_ = change.items()
-            found.append(f"--{axis} {size} on {more.world_size} ranks")
-            if axis == "frames":
-                break
+        sizes["frames"] = range(fewest, min(fewest + 2, MOST_RANKS, frames) + 1)
+    sizes["tp"] = [ranks for ranks in POWERS if most / ranks < capacity]
+    for axis, ranks in sizes.items():
+        layouts = (Parallel(**(layout.model_dump() | {axis: size})) for size in ranks)
+        fitting = (
+            more for more in layouts if fit(config.replace(parallel=more, fsdp_same_sample=False), capacity).fits
+        )
+        if (more := next(fitting, None)) is not None:
+            found.append(f"--{axis} {more.sizes[axis]} on {more.world_size} ranks")
     return found
 
 

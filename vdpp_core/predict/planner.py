@@ -17,6 +17,7 @@ from tqdm import tqdm
 from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXES, AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.config.steps import ranks_for
 from vdpp_core.parallel.devices import GIB
@@ -237,16 +238,18 @@ class Way(NamedTuple):
 def candidates(config: RunConfig, gpus: int) -> Iterator[Way]:
     """All ways to run on up to `gpus` GPUs: every layout and, for a model with experts, stages with ranks in proportion
     to their steps, and replicas that swap experts, for each sample or once for all of their samples."""
-    yield from map(Way, layouts(gpus))
+    sizes_of_tp = costs.tp_sizes(config.model, config.model_id, resolve(config).dtype, gpus)
+    ways = [layout for layout in layouts(gpus) if layout.tp in sizes_of_tp]
+    yield from map(Way, ways)
     sizes = [count for _, count in config.experts or ()]
     if len(sizes) < 2:
         return
-    for layout in [layout for layout in layouts(gpus) if layout.dp == layout.pp == 1 and not layout.fsdp]:
+    for layout in [layout for layout in ways if layout.dp == layout.pp == 1 and not layout.fsdp]:
         for groups in range(len(sizes), gpus // layout.lockstep + 1):
             if len(set(shares := ranks_for(sizes, groups))) > 1:
                 for fsdp in (False, True):
                     yield Way(Parallel(**layout.sizes | {"pp": len(sizes)}, stage_ranks=shares, fsdp=fsdp))
-    for layout in [layout for layout in layouts(gpus) if layout.pp == 1 and not layout.fsdp]:
+    for layout in [layout for layout in ways if layout.pp == 1 and not layout.fsdp]:
         for batch in dict.fromkeys((1, math.ceil(config.num_samples / layout.dp))):
             yield from (Way(layout, swap, batch) for swap in SWAPS)
 
@@ -301,10 +304,10 @@ def _row(
     row, layout = _excluded(way, ""), way.layout
     if layout.dp > config.num_samples and not layout.fsdp:
         return row | {"reason": f"more replicas than samples ({config.num_samples})"}
-    if layout.frames > 1 and not config.is_svd:
-        refusal = costs.refusal(config.model, config.model_id, layout.frames)
-        if refusal is not None:
-            return row | {"reason": f"frames {layout.frames}: {refusal}"}
+    if layout.tp > 1 or (layout.frames > 1 and not config.is_svd):
+        split = Parallel(frames=layout.frames, tp=layout.tp)
+        if refusal := costs.refusal(config.model, config.model_id, split):
+            return row | {"reason": refusal}
     try:
         whole = way.of(config)
     except ConfigError as error:
@@ -363,6 +366,9 @@ def _why(config: RunConfig, stages: Sequence[Cost], known: Rates, planned: Sched
         words.append(f"each rank computes {_share(config)}")
     if layout.cfg > 1:
         words.append("each rank runs one guidance pass")
+    if layout.tp > 1:
+        held = sum(costs.experts(config, layout.tp).values()) / costs.parameters(config)
+        words.append(f"each rank holds 1/{layout.tp} of the layers that can be cut, {held:.0%} of the parameters")
     if layout.lockstep > 1:
         link, step = known.link, rates.seconds(cost, rates.shared(config, known))
         share = link.seconds(sum(cost.sent.values()), cost.exchanges) / step

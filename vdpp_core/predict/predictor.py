@@ -6,13 +6,16 @@ them. It uses what is known of the UNet: with F frames of P positions (rows × c
 a pass are a sum of convolutions and linear layers (F·P), spatial attention (F·P²), temporal attention (F²·P), and the
 embeddings of time (F) and image (P). A rank of N has ⌈F/N⌉ frames, and P/N positions of all frames in temporal
 transformers. What it allocates beside parameters grows with frames, positions and simultaneous passes, as long as the
-same layer has the peak. tests/unit/test_predictor.py checks the errors.
+same layer has the peak. With tp, what the other ranks compute is known layer by layer, and activations are those of one
+rank times a + b/N. tests/unit/test_predictor.py checks the errors.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +40,7 @@ TRACED = {  # whether frames are split -> guidance mode, frames, rows, columns, 
     ),
 }
 SHARDED = 8  # ranks that the fit shards parameters over, or as many as the frames allow
+SMALLEST_SHARE = 4  # of activations by tp: beyond that, layers that stay whole have the peak
 SMALLEST = 16 * 24  # positions of a frame; smaller videos are counted
 
 
@@ -109,16 +113,18 @@ class _Fit:
         self.parameters = costs.parameters(base)
         layers = costs.temporal_layers(base.model, base.model_id)
         across_frames = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
-        self.exchanges = {"cfg": 1, "frames": across_frames}  # lockstep axis -> exchanges of a pass
+        summed = partial(_summed, base.model, base.model_id)
+        # lockstep axis -> exchanges of a pass over so many ranks
+        self.exchanges = {"cfg": lambda _: 1, "frames": lambda _: across_frames, "tp": summed}
         unguided = one.replace(guidance_scale=1.0)
         flops = [costs.cost(_video(unguided, video, Parallel(frames=ranks))).flops for *video, ranks in COUNTED]
         self.flops = _least_squares([_work(*video) for video in COUNTED], flops)
         self.rooms = {(split, fsdp): self._fitted(one, split, fsdp) for split in TRACED for fsdp in (False, True)}
+        self.left = {split: self._left(one, split) for split in TRACED}
 
     def covers(self, config: RunConfig) -> bool:
         *_, rows, columns = config.shape
-        beyond = config.command == "generate" or config.fsdp_cpu_offload or config.layout.tp > 1
-        beyond |= rows * columns < SMALLEST
+        beyond = config.command == "generate" or config.fsdp_cpu_offload or rows * columns < SMALLEST
         return not beyond and _family(config) == self.family
 
     def _fitted(self, one: RunConfig, split: bool, fsdp: bool) -> tuple[Array, Array]:
@@ -133,20 +139,32 @@ class _Fit:
             needs.append(room.needed - own)
         return _least_squares(sizes, peaks), _least_squares(sizes, needs)
 
+    def _left(self, one: RunConfig, split: bool) -> float:
+        """What tp 2 leaves of the memory beside the parameters."""
+        mode, *video, ranks = next(traced for traced in TRACED[split] if traced[0] == "batched")
+        peaks = []
+        for tp in (1, 2):
+            config = _video(one.replace(guidance_mode=mode), video, Parallel(frames=ranks, tp=tp))
+            peaks.append(_count(config).peak - costs.held(config))
+        return peaks[1] / peaks[0]
+
     def cost(self, config: RunConfig) -> Cost:
         layout, (batch, _, frames, rows, columns) = config.layout, config.shape
         videos = batch * config.guidance_passes // layout.cfg
-        flops = videos * self.flops @ _work(frames, rows, columns, layout.frames)
-        axes = [axis for axis, size in layout.lockstep_sizes.items() if size > 1]
+        saved = _saved(config.model, config.model_id, layout.tp)
+        flops = videos * (self.flops - saved) @ _work(frames, rows, columns, layout.frames)
+        axes = {axis: size for axis, size in layout.lockstep_sizes.items() if size > 1}
         sent = {kind: int(size) for axis in axes for kind, size in SENT[axis](config).items()}
-        exchanges = config.calls_per_step * sum(self.exchanges[axis] for axis in axes)
+        exchanges = config.calls_per_step * sum(self.exchanges[axis](size) for axis, size in axes.items())
         return Cost(int(flops), sent, exchanges, *costs.gathering(config))
 
     def room(self, config: RunConfig) -> Room:
         """For one sample, without communicators."""
         layout, held = config.layout, _held(config)
-        (peak, needed), own = self.rooms[layout.frames > 1, layout.shards > 1], self.parameters / layout.shards
-        return Room(own + float(peak @ held), own + float(needed @ held))
+        peak, needed = self.rooms[layout.frames > 1, layout.shards > 1]
+        own, share = costs.held(config), 1 - 1 / min(layout.tp, SMALLEST_SHARE)
+        left = 1 - 2 * (1 - self.left[layout.frames > 1]) * share
+        return Room(own + left * float(peak @ held), own + left * float(needed @ held))
 
 
 def _family(config: RunConfig) -> tuple[Any, ...]:
@@ -180,7 +198,47 @@ def _sent_for_frames(config: RunConfig) -> dict[str, float]:
     }
 
 
-SENT = {"cfg": _sent_for_guidance, "frames": _sent_for_frames}  # lockstep axis -> bytes of a step, by kind
+def _sent_for_tp(config: RunConfig) -> dict[str, float]:
+    """Bytes that the rank with the most frames sends in a step."""
+    layout, (batch, _, frames, _, _) = config.layout, config.shape
+    value = batch * config.guidance_passes / layout.cfg * resolve(config).element_size
+    summed = sum(
+        one.shape[0]
+        * costs.positions(config, one.level)
+        * (frames / layout.frames if one.over_frames else math.ceil(frames / layout.frames))
+        for one in costs.cut_weights(config.model, config.model_id, layout.tp)
+        if one.is_summed
+    )
+    return {"partial sums": 2 * value * summed * (layout.tp - 1) / layout.tp}
+
+
+# lockstep axis -> bytes of a step, by kind
+SENT = {"cfg": _sent_for_guidance, "frames": _sent_for_frames, "tp": _sent_for_tp}
+
+
+def _summed(model: str, model_id: str | None, tp: int) -> int:
+    return sum(one.is_summed for one in costs.cut_weights(model, model_id, tp))
+
+
+@functools.lru_cache(maxsize=32)
+def _saved(model: str, model_id: str | None, tp: int) -> Array:
+    """What tp takes from the coefficients of `_work`: operations with the other ranks' pieces of the weights, and
+    attention of their heads."""
+    own_frames, over_frames, within, across, of_frame, of_position = range(6)
+    saved = np.zeros(7)
+    for one in costs.cut_weights(model, model_id, tp) if tp > 1 else ():
+        *_, module, layer, _ = one.name.split(".")
+        everywhere, share = over_frames if one.over_frames else own_frames, 4.0**-one.level
+        basis = everywhere
+        if layer == "time_emb_proj":
+            basis, share = of_frame, 1.0
+        elif module == "attn2" and layer in ("to_k", "to_v"):  # the context is one token
+            basis, share = (of_position, share) if one.over_frames else (of_frame, 1.0)
+        saved[basis] += 2 * one.shape.numel() * (tp - 1) * share
+        if layer == "to_q":
+            keys = everywhere if module == "attn2" else across if one.over_frames else within
+            saved[keys] += 4 * one.shape[0] * (tp - 1) * share ** (2 if keys == within else 1)
+    return saved
 
 
 def _work(frames: int, rows: int, columns: int, ranks: int) -> Array:
