@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vdpp_core.config import RunConfig
-from vdpp_core.models import attention, shortcuts, weights
+from vdpp_core.models import attention, exact, shortcuts, weights
 from vdpp_core.models.dummy import DummyUNet
 
 
@@ -81,6 +81,8 @@ def ready(config: RunConfig, unet: Any) -> Any:
     """Prepare a UNet for inference with the run's options, in place."""
     if config.chunked:
         unet.enable_forward_chunking(chunk_size=1, dim=0)
+    if config.model != "dummy":
+        exact.take(unet)
     if config.shortcuts:
         shortcuts.take(unet)
     batch, _, _, rows, columns = config.shape
