@@ -155,8 +155,8 @@ class _Fit:
         flops = videos * (self.flops - saved) @ _work(frames, rows, columns, layout.frames)
         axes = {axis: size for axis, size in layout.lockstep_sizes.items() if size > 1}
         sent = {kind: int(size) for axis in axes for kind, size in SENT[axis](config).items()}
-        exchanges = config.calls_per_step * sum(self.exchanges[axis](size) for axis, size in axes.items())
-        return Cost(int(flops), sent, exchanges, *costs.gathering(config))
+        exchanges_of = {axis: config.calls_per_step * self.exchanges[axis](size) for axis, size in axes.items()}
+        return Cost(int(flops), sent, exchanges_of, *costs.gathering(config))
 
     def room(self, config: RunConfig) -> Room:
         """For one sample, without communicators."""
