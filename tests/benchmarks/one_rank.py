@@ -1,7 +1,8 @@
 """One rank of the engine against the official pipeline on the same denoising: python -m tests.benchmarks.one_rank
 
-Arguments: names of LIMITS, if not all. Alternating in one process. Whole runs of the tiny Stable Video Diffusion and of a random Wan of 30 million parameters;
-single passes of the medium UNet, which has no pipeline. Nothing else should be running.
+Arguments: names of LIMITS, if not all. Alternating in one process: whole runs of the tiny Stable Video Diffusion and of
+a random Wan of 30 million parameters; single passes of the medium UNet, which has no pipeline. Nothing else should be
+running.
 """
 
 import copy
@@ -40,7 +41,7 @@ def official_s(official: Official) -> tuple[float, torch.Tensor]:
 
 
 def run_ratios(config: RunConfig) -> tuple[list[float], float]:
-    """The engine's makespan of a run's one sample over the official pipeline's, pair by pair; the latents' difference."""
+    """The engine's makespan of one sample over the official pipeline's, pair by pair, and the latents' difference."""
     official = Official(config, CPU, torch.float32)
     torch.set_num_threads(1)
     _, expected = official_s(official)
