@@ -37,8 +37,9 @@ lint: $(READY) ## ruff (notebooks included) and mypy
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 
-benchmark: $(READY) ## step pipeline and splitting one forward pass against the machine's limit, predictions (50 minutes)
+benchmark: $(READY) ## step pipeline and splitting one forward pass against the machine's limit, predictions (55 minutes)
 	$(VENV)/python -m tests.benchmarks.step_pipeline
+	$(VENV)/python -m tests.benchmarks.one_rank
 	$(VENV)/python -m tests.benchmarks.latency
 	$(VENV)/python -m tests.benchmarks.planner
 
