@@ -2,29 +2,23 @@
 
 1. One sample of 14 × 24 × 24 in an alternating sweep: one rank, frames 2, cfg 2, and data parallel on two (two
    processes that do not communicate while the clock runs), whose rate is the machine's own limit L2.
-2. One forward pass of one rank with and without the shortcuts, in pairs in one process.
-3. Peak activations of frames 2 and 4 against one rank's, predicted and measured under a limit that is not met.
-4. Bytes of a forward pass at the published size, counted from the collectives, against the formula.
+2. Peak activations of frames 2 and 4 against one rank's, predicted and measured under a limit that is not met.
+3. Bytes of a forward pass at the published size, counted from the collectives, against the formula.
 Nothing else should be running.
 """
 
 from __future__ import annotations
 
-import time
-from statistics import median
-from typing import Any
-
 import pandas as pd
-import torch
 
 import launch
-from vdpp_core import Parallel, RunConfig, models
+from vdpp_core import Parallel, RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.engine.measure import keep_freed_memory
 from vdpp_core.parallel.devices import GIB
 from vdpp_core.predict import costs, memory
 
-REPEATS, PAIRS = 5, 15
+REPEATS = 5
 BASE = RunConfig(latent_shape=(1, 4, 14, 24, 24), total_steps=6, threads=1, device="cpu")
 LAYOUTS = {
     "one rank": Parallel(),
@@ -50,35 +44,6 @@ def speed_ups() -> pd.DataFrame:
     for name in ("frames 2", "cfg 2"):
         rates[f"{name} / L2"] = rates[name] / rates["two processes"]
     return rates
-
-
-def shortcut_ratios() -> list[float]:
-    """Seconds of a forward pass with the shortcuts / without, pair by pair."""
-    torch.set_num_threads(1)
-    config = BASE.replace(parallel=Parallel())
-    shape, width = (2, 14, 8, *config.shape[3:]), 32
-    given: dict[str, Any] = {
-        "sample": torch.randn(shape),
-        "timestep": torch.tensor(1.0),
-        "encoder_hidden_states": torch.randn(2, 1, width),
-        "added_time_ids": torch.tensor([[6, 127, 0.02]] * 2),
-    }
-    both = [models.load(config.replace(shortcuts=on), torch.device("cpu"), torch.float32) for on in (False, True)]
-
-    @torch.no_grad()
-    def seconds(unet: Any) -> float:
-        began = time.perf_counter()
-        unet(**given)
-        return time.perf_counter() - began
-
-    for unet in both:
-        seconds(unet)
-    ratios = []
-    for pair in range(PAIRS):
-        order = both if pair % 2 else both[::-1]
-        took = {id(unet): seconds(unet) for unet in order}
-        ratios.append(took[id(both[1])] / took[id(both[0])])
-    return ratios
 
 
 def activations() -> pd.DataFrame:
@@ -127,9 +92,6 @@ def main() -> None:
     print(bytes_moved.round(4).to_string(index=False), "\n")
     shares = activations()
     print(shares.round(3).to_string(), "\n")
-    shortcuts = shortcut_ratios()
-    spread = f"{min(shortcuts):.3f} – {max(shortcuts):.3f}"
-    print(f"forward pass with shortcuts / without: {median(shortcuts):.3f} ({spread})\n")
     rates = speed_ups()
     print("speed-up over one rank")
     summary = pd.DataFrame({"median": rates.median(), "least": rates.min(), "greatest": rates.max()})
@@ -138,7 +100,6 @@ def main() -> None:
     for name, holds in {
         "frames 2 ≥ 0.85 · L2": medians["frames 2 / L2"] >= 0.85,
         "cfg 2 ≥ 0.93 · L2": medians["cfg 2 / L2"] >= 0.93,
-        "shortcuts ≤ 0.97": median(shortcuts) <= 0.97,
         "activations of frames 2 ≤ 0.58, predicted": shares["predicted share"][2] <= 0.58,
         "activations of frames 2 ≤ 0.58, measured": shares["measured share"][2] <= 0.58,
         "activations of frames 4 ≤ 0.33, predicted": shares["predicted share"][4] <= 0.33,

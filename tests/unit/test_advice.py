@@ -31,7 +31,7 @@ class Simple(Predictor):
         passes = 2 if config.guidance_scale > 1 and layout.cfg == 1 else 1
         together, gathers = layout.lockstep > 1, layout.shards > 1
         sent = {"positions": 1_000_000} if together else {}
-        return Cost(int(1e12 * passes * share), sent, 2 * together, 4 * GIB * gathers, 9 * gathers)
+        return Cost(int(1e12 * passes * share), sent, {"frames": 2 * together}, 4 * GIB * gathers, 9 * gathers)
 
     def room(self, config):
         layout = config.parallel

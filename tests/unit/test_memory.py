@@ -258,7 +258,7 @@ def test_the_command(capsys):
     said = capsys.readouterr().out
     for words in (
         "dp 7 × fsdp",
-        "20.492 GB per rank",
+        "20.455 GB per rank",
         "down_blocks.2.attentions.0, 0.201 GB",
         "the steps fit in 25.43 GB (23.68 GiB), but decoding",
     ):

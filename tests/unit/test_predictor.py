@@ -42,7 +42,7 @@ def test_the_fit_comes_near_to_counting(fitted, exact, layout, video, mode):
     near, true = fitted.cost(config), exact.cost(config)
     assert near.flops == pytest.approx(true.flops, rel=0.012)
     assert near.sent == pytest.approx(true.sent, rel=0.002)
-    assert (near.exchanges, near.gathered, near.gathers) == (true.exchanges, true.gathered, true.gathers)
+    assert (near.exchanges_of, near.gathered, near.gathers) == (true.exchanges_of, true.gathered, true.gathers)
     found, known = fitted.room(config), exact.room(config)
     assert found.peak == pytest.approx(known.peak, rel=0.08 if layout.fsdp else 0.075)
     assert found.needed == pytest.approx(known.needed, rel=0.05 if layout.tp == 1 else 0.06)

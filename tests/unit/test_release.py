@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vdpp_core import Parallel, RunConfig, models
 from vdpp_core.engine import worker
-from vdpp_core.models import attention, shortcuts
+from vdpp_core.models import attention, exact, shortcuts
 from vdpp_core.parallel import fsdp, loading, parallelize
 from vdpp_core.parallel.group import Group
 from vdpp_core.parallel.process_groups import merged
@@ -54,6 +54,7 @@ def inputs() -> dict[str, torch.Tensor]:
     "patch",
     [
         lambda unet: None,
+        exact.take,
         shortcuts.take,
         attention.take_turns,
         lambda unet: parallelize.split_forward(unet, {"frames": Group(2)}),

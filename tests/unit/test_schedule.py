@@ -255,7 +255,7 @@ def test_a_replica_may_be_slower():
 
 def test_encoding_and_decoding_occupy_the_end_ranks_and_are_no_latency():
     found = made(4, 2, pp=2, step_s=0.5, encode=1.0, decode=2.0)
-    assert found.occupied.tolist() == [[2.0, 3.0]]
+    assert found.occupied[0].tolist() == [[2.0, 3.0]]
     assert found.finished_s.tolist() == pytest.approx([3.0, 6.0])
     result, whole = found.numbers(), numbers(found.spans(), found.layout)
     assert result["latency_s"] == pytest.approx([2.0, 3.0])  # the second waits one for the decoding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,7 +153,7 @@ class Plan:
     gpus: Annotated[str, N]  # use at most this many GPUs
     capacity_gib: Annotated[str | None, X] = None  # memory of each GPU in GiB; default: enough for everything
     goal: Annotated[str, shown("|".join(planner.GOALS), GOALS, "latency")] = "latency"
-    calibrate: Annotated[str, shown("RUN|published")] = PUBLISHED  # speeds of a run, or published ones of an A5000
+    calibrate: Annotated[tuple[str, ...], shown("RUN [RUN ...]|published")] = (PUBLISHED,)  # speeds: runs, or an A5000
     tflops: Annotated[str | None, X] = None  # 1e12 operations per second of a rank, instead of --calibrate
     link_gb_per_s: Annotated[str | None, X] = None  # 1e9 bytes per second between ranks
     link_us: Annotated[str | None, X] = None  # microseconds per message between ranks; with --link-gb-per-s
@@ -172,15 +173,15 @@ class Plan:
         top = arguments.whole_number("top", self.top)
         capacity_gib = number("capacity_gib", self.capacity_gib)
         loading = self._loading()
-        folder = None if self.calibrate == PUBLISHED else _run_folder(self.calibrate)
-        config = self._config(folder)
+        folders = [] if self.calibrate == (PUBLISHED,) else [_run_folder(name) for name in self.calibrate]
+        config = self._config(folders)
         if loading and config.experts is None:
             name = f"{next(iter(loading))}_gb_per_s"
             raise ConfigError(name, getattr(self, name), "only for a model with experts, which can be swapped")
         arrivals = self._arrivals(config)
         arguments.quiet()
         planner.check(config, gpus, self.goal, capacity_gib)
-        known = self._rates(config, folder)
+        known = self._rates(config, folders)
         known = replace(known, swap={**known.swap, **loading})
         modes = (self.run["guidance_mode"],) if "guidance_mode" in self.run else planner.MODES
         table = planner.advise(config, gpus, self.goal, known, capacity_gib, modes, arrivals=arrivals)
@@ -201,9 +202,9 @@ class Plan:
         if "experts" in table.attrs:
             _print_rivals(planner.rivals(table), self.goal, table.attrs["experts"])
 
-    def _config(self, folder: Path | None) -> RunConfig:
+    def _config(self, folders: Sequence[Path]) -> RunConfig:
         """What is planned, by default for the device that rates are known of."""
-        if folder is None:
+        if not folders:
             config = _predicted(self.run, 1)
             if self.tflops is None and resolve(config).device_type != "cuda":
                 allowed = "needs --calibrate RUN or --tflops: the published speeds are those of GPUs"
@@ -211,26 +212,26 @@ class Plan:
             return config
         if self.tflops is not None:
             raise ConfigError("tflops", self.tflops, "not with --calibrate, which measures it")
-        return _predicted(self.run, 1, str(rates.finished(folder)[1]["device"]).partition(":")[0])
+        return _predicted(self.run, 1, str(rates.finished(folders[0])[1]["device"]).partition(":")[0])
 
-    def _rates(self, config: RunConfig, folder: Path | None) -> Rates:
-        """Speeds as given, of a run, or of a published row."""
+    def _rates(self, config: RunConfig, folders: Sequence[Path]) -> Rates:
+        """Speeds as given, of runs, or of a published row."""
         tflops, link = number("tflops", self.tflops), self._link()
         if tflops is not None:
             return Rates(tflops * 1e12, link or published.link())
-        if folder is None:
+        if not folders:
             row = published.nearest_row(config)
             if not 1 / FAR < (times := published.times_operations(config, row)) < FAR:
                 more = f"a step has {times:.2g} times the operations of the published row"
                 arguments.warn([f"{more}: calibrate on a run of your own (--calibrate RUN)"])
             known = published.rates(row, link)
             return known.checked(accuracy.against_published(known))
-        known, ran = rates.from_run(folder, link), Run(folder).config
+        known, ran = rates.from_run(folders, link), Run(folders[0]).config
         planned = (config.source or config.model, resolve(config).device_type, resolve(config).dtype)
         if planned != (ran.source or ran.model, resolve(ran).device_type, resolve(ran).dtype):
             arguments.warn([f"measured with {known.setting}, but another model, device or dtype is planned"])
-        beside = sorted(path.parent for path in folder.parent.glob("*/result.json"))[-RECENT:]
-        return known.checked(accuracy.against_runs([folder, *beside], known))
+        beside = sorted(path.parent for path in folders[0].parent.glob("*/result.json"))[-RECENT:]
+        return known.checked(accuracy.against_runs(beside, known))
 
     def _loading(self) -> dict[str, Loading]:
         """How fast experts are loaded, where that is given."""

@@ -115,7 +115,7 @@ class Peers:
     def __init__(self, config: RunConfig, execution: Execution, device: torch.device) -> None:
         self.config, self.execution, self.device, self.dtype = config, execution, device, execution.dtype
         self.samples = list(range(config.num_samples))
-        self.unet = models.load(config, device, self.dtype)
+        self.unet = models.load_plain(config, device, self.dtype)
         self.stage = Stage.around(config, {"unet": self.unet}, device, self.dtype, Stopwatch(device))
         encoders = Real(lambda name: pipelines.load_part(config, name, device, self.dtype))
         self.stage.encode(self.samples, Recorder(encoders if config.encodes else Inventor(config.seed)))

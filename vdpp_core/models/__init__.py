@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vdpp_core.config import RunConfig
-from vdpp_core.models import attention, shortcuts, weights
+from vdpp_core.models import attention, exact, shortcuts, weights
 from vdpp_core.models.dummy import DummyUNet
 
 
@@ -29,15 +29,20 @@ def denoisers(config: RunConfig) -> tuple[str, ...]:
 
 
 def load(config: RunConfig, device: torch.device, dtype: torch.dtype, name: str = "unet") -> Any:
-    """Load one of a run's denoisers whole onto `device`, or make it with random weights."""
+    """Load one of a run's denoisers whole onto `device`, ready for inference."""
+    made = load_plain(config, device, dtype, name)
+    return ready(config, made) if config.is_svd else made
+
+
+def load_plain(config: RunConfig, device: torch.device, dtype: torch.dtype, name: str = "unet") -> Any:
+    """Load one of a run's denoisers whole onto `device`, or make it with random weights, with nothing of ours in it."""
     if config.model == "dummy" or config.random_weights:
         unet = on_meta(config, dtype, name).to_empty(device=device)
         weights.fill(unet, weights.random(on_meta(config, dtype, name), device))
-    else:
-        from vdpp_core.models import pipelines
+        return unet.eval()
+    from vdpp_core.models import pipelines
 
-        unet = pipelines.load_part(config, name, device, dtype)
-    return ready(config, unet) if config.is_svd else unet
+    return pipelines.load_part(config, name, device, dtype)
 
 
 def load_denoisers(
@@ -81,6 +86,8 @@ def ready(config: RunConfig, unet: Any) -> Any:
     """Prepare a UNet for inference with the run's options, in place."""
     if config.chunked:
         unet.enable_forward_chunking(chunk_size=1, dim=0)
+    if config.model != "dummy":
+        exact.take(unet)
     if config.shortcuts:
         shortcuts.take(unet)
     batch, _, _, rows, columns = config.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import FSDP
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.models import checkpoint
@@ -51,7 +52,8 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
             config, result = rates.finished(folder)
         except ConfigError:
             continue
-        if rates.setting_of(config, result) != known.setting or (result.get("disturbed") and folder.name != known.on):
+        used = folder.name in known.runs
+        if rates.setting_of(config, result) != known.setting or (result.get("disturbed") and not used):
             continue
         predicted = rates.predict(config, known).numbers()
         found.append(
@@ -67,7 +69,7 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
                 "predicted_latency_s": fmean(predicted["latency_s"]),
                 "latency_s": fmean(result["latency_s"]),
                 "latency error": fmean(predicted["latency_s"]) / fmean(result["latency_s"]) - 1,
-                "calibrated on": folder.name == known.on,
+                "calibrated on": used,
             }
         )
     return pd.DataFrame(found) if found else _nothing()
@@ -79,11 +81,10 @@ def _nothing() -> pd.DataFrame:
 
 
 def among(folders: Sequence[Path]) -> pd.DataFrame:
-    """`against_runs` for runs on this machine, each group of them predicted from one of its plain runs.
+    """`against_runs` for runs on this machine, each group of them predicted from a few of its runs (`to_calibrate_on`).
 
     A group is the runs of one sweep (or of none), setting and video: on another day a machine may be faster or slower.
-    The run with most samples on a step pipeline is preferred, because its ranks are alone for a while and so show how
-    much busy ranks slow each other down. Disturbed runs are left out.
+    Disturbed runs are left out.
     """
     groups: dict[tuple[Path, str, tuple[int, ...]], list[Path]] = {}
     for folder in folders:
@@ -98,8 +99,32 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
         groups.setdefault(key, []).append(folder)
     compared = []
     for group in groups.values():
-        plain = {folder: config for folder in group if rates.is_plain((config := Run(folder).config).layout)}
-        if len(group) > 1 and plain:
-            best = max(plain, key=lambda folder: (plain[folder].layout.pp > 1, plain[folder].num_samples))
+        best = to_calibrate_on({folder: Run(folder).config for folder in group})
+        if len(group) > len(best) and best:
             compared.append(against_runs(group, rates.from_run(best)))
     return pd.concat(compared, ignore_index=True) if compared else _nothing()
+
+
+def to_calibrate_on(runs: Mapping[Path, RunConfig]) -> list[Path]:
+    """The runs of one setting to calibrate on: one without cfg, frames and FSDP, and one for each of these that has
+    nothing else; none where there is no such first one.
+
+    Those with most samples are preferred, at first on a step pipeline, whose ranks are alone for a while and so show
+    how much busy ranks slow each other down.
+    """
+    best: dict[str, Path] = {}
+    for folder, config in runs.items():
+        layout = config.layout
+        axes = [axis for axis, size in layout.lockstep_sizes.items() if size > 1] + [FSDP.name] * layout.fsdp
+        only = layout.pp == 1 and layout.dp == (2 if layout.fsdp else 1)
+        if len(axes) > 1 or (axes and not only):
+            continue
+        name = "".join(axes)
+        if name not in best or _shows(config) > _shows(runs[best[name]]):
+            best[name] = folder
+    return [best.pop(""), *best.values()] if "" in best else []
+
+
+def _shows(config: RunConfig) -> tuple[bool, int]:
+    """The more, the better a run is to calibrate on."""
+    return config.layout.pp > 1, config.num_samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -31,16 +32,23 @@ class Cost:
     Attributes:
         flops: floating-point operations; a multiplication and an addition count as two.
         sent: kind -> bytes that the rank sends within its lockstep group.
-        exchanges: the number of collectives and messages that carry them.
+        exchanges_of: lockstep axis -> the number of collectives that carry them.
         gathered: bytes of parameters that FSDP gathers from other ranks (Zhao et al. 2023, "PyTorch FSDP").
         gathers: the number of all-gathers that carry them.
+        shards: the ranks that they are gathered from, this one included.
     """
 
     flops: int
     sent: dict[str, int]
-    exchanges: int
+    exchanges_of: dict[str, int]
     gathered: int
     gathers: int
+    shards: int = 1
+
+    @property
+    def exchanges(self) -> int:
+        """The number of collectives of all axes."""
+        return sum(self.exchanges_of.values())
 
 
 def cost(config: RunConfig, member: int | None = None) -> Cost:
@@ -83,11 +91,12 @@ def _with_expert(config: RunConfig, name: str | None, shards: int, member: int |
     """Cost of a step in which an expert, or the only denoiser, is called."""
     alike = memory.alike(config.replace(guidance_mode="batched", forward_chunking=False, enable_memory_opt=False))
     with memory.countable(config):
-        flops, counted, exchanges = _counted(alike, resolve(config).dtype, member or 0, name)
+        flops, counted, exchanged = _counted(alike, resolve(config).dtype, member or 0, name)
     sent = dict(counted)
     if member is None and (config.parallel or Parallel()).frames > 2 and "halo" in sent:
         sent["halo"] *= 2
-    return Cost(flops, sent, config.calls_per_step * exchanges, *gathering(config, shards, name))
+    exchanges_of = {axis: config.calls_per_step * count for axis, count in exchanged.items()}
+    return Cost(flops, sent, exchanges_of, *gathering(config, shards, name))
 
 
 def _mean(costs: list[Cost], steps: list[int]) -> Cost:
@@ -97,16 +106,21 @@ def _mean(costs: list[Cost], steps: list[int]) -> Cost:
     def of(values: list[int]) -> int:
         return sum(value * share for value, share in zip(values, steps, strict=True)) // sum(steps)
 
-    kinds = {kind for cost in costs for kind in cost.sent}
+    def of_each(counts: list[dict[str, int]]) -> dict[str, int]:
+        return {kind: of([count.get(kind, 0) for count in counts]) for kind in sorted({*itertools.chain(*counts)})}
+
     return Cost(
         of([cost.flops for cost in costs]),
-        {kind: of([cost.sent.get(kind, 0) for cost in costs]) for kind in sorted(kinds)},
-        *(of([getattr(cost, name) for cost in costs]) for name in ("exchanges", "gathered", "gathers")),
+        of_each([cost.sent for cost in costs]),
+        of_each([cost.exchanges_of for cost in costs]),
+        gathered=of([cost.gathered for cost in costs]),
+        gathers=of([cost.gathers for cost in costs]),
+        shards=costs[0].shards,
     )
 
 
-def gathering(config: RunConfig, shards: int | None = None, name: str | None = None) -> tuple[int, int]:
-    """Bytes of parameters that a rank gathers in a step with FSDP, and the number of all-gathers.
+def gathering(config: RunConfig, shards: int | None = None, name: str | None = None) -> tuple[int, int, int]:
+    """Bytes of parameters that a rank gathers in a step with FSDP, the number of all-gathers, and of ranks in each.
 
     (N−1)/N of the parameters per pass (ZeRO stage 3, Rajbhandari et al. 2020).
 
@@ -116,12 +130,12 @@ def gathering(config: RunConfig, shards: int | None = None, name: str | None = N
     """
     shards = (config.parallel or Parallel()).shards if shards is None else shards
     if shards == 1:
-        return 0, 0
+        return 0, 0, 1
     units = _units(config.model, config.model_id, resolve(config).dtype, (config.parallel or Parallel()).tp)
     whole, pieces = map(sum, zip(*(units.values() if name is None else [units[name]]), strict=True))
     dtype = resolve(config).dtype
     calls = config.calls_per_step if config.is_svd else trace.calls_per_step(memory.alike(config), dtype)
-    return calls * whole * (shards - 1) // shards, calls * pieces
+    return calls * whole * (shards - 1) // shards, calls * pieces, shards
 
 
 def parameters(config: RunConfig) -> int:
@@ -285,23 +299,24 @@ def _units(model: str, model_id: str | None, dtype: torch.dtype, tp: int = 1) ->
 @functools.lru_cache(maxsize=256)
 def _counted(
     config: RunConfig, dtype: torch.dtype, member: int, expert: str | None = None
-) -> tuple[int, Counter[str], int]:
-    """Operations of a step, one of an expert's; kind -> bytes sent in it; the number of exchanges."""
+) -> tuple[int, Counter[str], Counter[str]]:
+    """Operations of a step, one of an expert's; kind -> bytes sent in it; lockstep axis -> exchanges."""
     first = next(steps.start for name, steps in config.segments(range(config.total_steps)) if name == expert)
     denoisers, calls = models.denoisers_on_meta(config, dtype), trace.passes(config, dtype).calls
     rehearsed = [trace.rehearse(denoiser, config.layout, member, calls) for denoiser in denoisers.values()]
-    groups = [group for each in rehearsed for group in each.values()]
+    groups = [(axis, group) for each in rehearsed for axis, group in each.items()]
     stage = trace.before_step(config, denoisers, dtype, trace.Marks([]))
     with trace.Remembering():
         if calls > 1:  # in the first step, both ranks compute both calls
             stage.denoise(0, range(first, first + 1), None)
-            for group in groups:
+            for _, group in groups:
                 group.sent.clear()
                 group.exchanges = 0
         with FlopCounterMode(display=False) as counter:
             stage.denoise(0, range(first, first + 1), None)
-    sent: Counter[str] = Counter()
-    for group in groups:
+    sent, exchanged = Counter[str](), Counter[str]()
+    for axis, group in groups:
+        exchanged[axis] += group.exchanges
         for (_, kind), count in group.sent.items():
             sent[kind] += count
-    return counter.get_total_flops(), sent, sum(group.exchanges for group in groups)
+    return counter.get_total_flops(), sent, exchanged

@@ -370,9 +370,8 @@ def _why(config: RunConfig, stages: Sequence[Cost], known: Rates, planned: Sched
         held = sum(costs.experts(config, layout.tp).values()) / costs.parameters(config)
         words.append(f"each rank holds 1/{layout.tp} of the layers that can be cut, {held:.0%} of the parameters")
     if layout.lockstep > 1:
-        link, step = known.link, rates.seconds(cost, rates.shared(config, known))
-        share = link.seconds(sum(cost.sent.values()), cost.exchanges) / step
-        known_link = math.isfinite(link.bytes_per_s)
+        share = known.link.exchanging(cost) / rates.seconds(cost, known)
+        known_link = math.isfinite(known.link.bytes_per_s)
         words.append(
             f"exchanges take {share:.0%} of a step" if known_link else "exchanges not counted: link not measured"
         )
@@ -386,16 +385,19 @@ def _why(config: RunConfig, stages: Sequence[Cost], known: Rates, planned: Sched
     if layout.dp > config.num_samples:
         words.append(f"{layout.dp - config.num_samples} replica(s) only hold parameters")
     if layout.shards > 1:
-        gathering = known.link.seconds(cost.gathered, cost.gathers)
-        waits = gathering > cost.flops / rates.shared(config, known).flops_per_s
-        wait = f"the all-gathers limit a step to {gathering:.3g} s" if waits else "all-gathers hidden by computing"
+        gathering, computing = known.link.gathering(cost), cost.flops / known.flops_per_s
+        wait = f"the all-gathers limit a step to {gathering:.3g} s"
+        if known.cores is not None:
+            wait = f"the all-gathers take {gathering / rates.seconds(cost, known):.0%} of a step"
+        elif gathering <= computing:
+            wait = "all-gathers hidden by computing"
         words.append(f"parameters sharded {layout.shards} ways, {wait}")
     return "; ".join(words) or "no communication"
 
 
 def _latency(planned: Schedule) -> str:
     """How long a sample takes in stages, waiting included, against one GPU."""
-    alone, mean = float(planned.occupied[0].sum()), fmean(planned.numbers()["latency_s"])
+    alone, mean = float(planned.occupied[0, 0].sum()), fmean(planned.numbers()["latency_s"])
     return "latency as on one GPU" if mean < 1.05 * alone else f"samples wait {mean - alone:.3g} s between stages"
 
 

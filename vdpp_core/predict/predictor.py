@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ class _Fit:
         across_frames = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
         summed = partial(_summed, base.model, base.model_id)
         # lockstep axis -> exchanges of a pass over so many ranks
-        self.exchanges = {"cfg": lambda _: 1, "frames": lambda _: across_frames, "tp": summed}
+        self.exchanges: dict[str, Callable[[int], int]] = {"cfg": lambda _: 1, "frames": lambda _: across_frames, "tp": summed}
         unguided = one.replace(guidance_scale=1.0)
         flops = [costs.cost(_video(unguided, video, Parallel(frames=ranks))).flops for *video, ranks in COUNTED]
         self.flops = _least_squares([_work(*video) for video in COUNTED], flops)
@@ -155,8 +155,8 @@ class _Fit:
         flops = videos * (self.flops - saved) @ _work(frames, rows, columns, layout.frames)
         axes = {axis: size for axis, size in layout.lockstep_sizes.items() if size > 1}
         sent = {kind: int(size) for axis in axes for kind, size in SENT[axis](config).items()}
-        exchanges = config.calls_per_step * sum(self.exchanges[axis](size) for axis, size in axes.items())
-        return Cost(int(flops), sent, exchanges, *costs.gathering(config))
+        exchanges_of = {axis: config.calls_per_step * self.exchanges[axis](size) for axis, size in axes.items()}
+        return Cost(int(flops), sent, exchanges_of, *costs.gathering(config))
 
     def room(self, config: RunConfig) -> Room:
         """For one sample, without communicators."""

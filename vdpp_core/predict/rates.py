@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from pydantic import Field
 
 from vdpp_core.config import RunConfig
+from vdpp_core.config.axes import FSDP
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
@@ -31,6 +32,8 @@ from vdpp_core.runs.event_types import Event
 from vdpp_core.runs.metrics import Array, Span
 from vdpp_core.runs.run import Run
 
+FEW = 10  # measurements of which all are within what is said, not 9 in 10
+MOST_ROUNDS, SETTLED = 12, 0.003  # of finding out how long ranks take that share cores
 HICCUP = 3  # times the median of a rank's steps
 VISIBLE = 0.5  # difference in the number of busy ranks from which on their effect can be measured
 
@@ -44,6 +47,9 @@ class Link:
         latency_s: seconds that every message takes besides.
         source: where these are from, in words.
         on: the published row they are calibrated on.
+        exchange_s: lockstep axis -> seconds that an exchange takes besides its bytes between ranks that compute, which
+            wake up, wait for the slowest and have smaller tensors; `latency_s` for axes of which that is not known.
+        gather_s: the same for FSDP's gathers, for each of the ranks that a gather is from; None where it is not known.
 
     Raises:
         ConfigError: it carries nothing, or takes less than no time.
@@ -53,6 +59,8 @@ class Link:
     latency_s: float = 0.0
     source: str = "given"
     on: int | None = None
+    exchange_s: Mapping[str, float] = field(default_factory=dict)
+    gather_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s >= 1:
@@ -64,6 +72,16 @@ class Link:
     def seconds(self, size: float, messages: int = 1) -> float:
         """Seconds for `size` bytes in so many messages."""
         return messages * self.latency_s + size / self.bytes_per_s
+
+    def exchanging(self, cost: Cost) -> float:
+        """Seconds for the exchanges of a step within its lockstep group."""
+        each = (count * self.exchange_s.get(axis, self.latency_s) for axis, count in cost.exchanges_of.items())
+        return sum(each) + sum(cost.sent.values()) / self.bytes_per_s
+
+    def gathering(self, cost: Cost) -> float:
+        """Seconds for the parameters that FSDP gathers in a step."""
+        each = self.latency_s if self.gather_s is None else self.gather_s * cost.shards
+        return cost.gathers * each + cost.gathered / self.bytes_per_s
 
 
 @checked_dataclass
@@ -103,12 +121,13 @@ class Rates:
         flops_per_s: floating-point operations per second of a rank that is alone.
         swap: where from ("host", "disk") -> bytes per second of an expert's parameters that a rank loads.
         source: where the rate is from, in words.
-        on: the published row or the run it is calibrated on.
-        setting: model, hardware, type and threads of that run.
+        on: the published row it is calibrated on.
+        runs: names of the runs it is calibrated on.
+        setting: model, hardware, type and threads of those runs.
         cores: what all ranks of this machine share, in threads of a rank; None where each rank has its own device.
         slowdown: by which share each other busy rank lengthens a step (CPU cores share caches and clock).
         decode_s: seconds to decode one value of the latents and write its video; 0 where they are not known.
-        error: least and greatest relative error of predictions made from this, where measurements exist.
+        errors: relative errors of predictions made from this, where measurements exist.
 
     Raises:
         ConfigError: nothing is computed in a second, or more than any machine could.
@@ -117,53 +136,72 @@ class Rates:
     flops_per_s: float
     link: Link
     source: str = "given"
-    on: int | str | None = None
+    on: int | None = None
+    runs: tuple[str, ...] = ()
     setting: str = ""
     cores: Annotated[float, Field(gt=0)] | None = None
     slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     decode_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     swap: Mapping[str, Loading] = field(default_factory=lambda: dict(ASSUMED_LOADING))
-    error: tuple[float, float] | None = None
+    errors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1e3 <= self.flops_per_s <= 1e21:
             raise ConfigError("tflops", self.flops_per_s / 1e12, "must be from 1e-9 to 1e9")
 
     def __str__(self) -> str:
-        known = "not checked against a measurement"
-        if self.error is not None:
-            known = f"other runs predicted from it are {self.error[0]:+.1%} to {self.error[1]:+.1%} off"
+        known = how_far_off(self.errors)
         return f"{self.flops_per_s / 1e12:.4g} TFLOP/s ({self.source}; {known}); link: {self.link.source}"
+
+    @property
+    def error(self) -> tuple[float, float] | None:
+        """The least and the greatest of `errors`."""
+        return (min(self.errors), max(self.errors)) if self.errors else None
 
     def checked(self, table: pd.DataFrame) -> Rates:
         """The same rates with the errors of a table of `vdpp_core.predict.accuracy`."""
-        errors = table.loc[~table["calibrated on"], "error"].dropna()
-        return replace(self, error=(float(errors.min()), float(errors.max())) if len(errors) else None)
+        return replace(self, errors=tuple(table.loc[~table["calibrated on"], "error"].dropna().tolist()))
+
+
+def how_far_off(errors: Sequence[float]) -> str:
+    """How many measurements predictions were checked against, and how far off they were, in words.
+
+    Args:
+        errors: predicted / measured - 1 of each.
+    """
+    if not len(errors):
+        return "not checked against a measurement"
+    off, checked = np.abs(np.asarray(errors)), f"checked against {len(errors)} measurement{'s' * (len(errors) > 1)}"
+    if len(off) < FEW:
+        return f"{checked}: at most {off.max():.1%} off"
+    return f"{checked}: 9 in 10 within {np.quantile(off, 0.9):.0%}, the worst {off.max():.0%} off"
 
 
 def seconds(cost: Cost, rates: Rates) -> float:
-    """Seconds of a step of the slowest rank: the lockstep group's exchanges, and the longer of computing and gathering.
+    """Seconds of a step of a rank that shares its cores with no other.
 
-    Pessimistic where exchanges overlap with computing, optimistic where ranks wait for each other.
+    Ranks with a device of their own compute while they gather parameters; those on a CPU gather, then compute.
+    Pessimistic where exchanges overlap with computing.
     """
-    computing, gathering = cost.flops / rates.flops_per_s, rates.link.seconds(cost.gathered, cost.gathers)
-    return rates.link.seconds(sum(cost.sent.values()), cost.exchanges) + max(computing, gathering)
+    computing, gathering = cost.flops / rates.flops_per_s, rates.link.gathering(cost)
+    both = max(computing, gathering) if rates.cores is None else computing + gathering
+    return rates.link.exchanging(cost) + both
 
 
 def step_s(config: RunConfig, rates: Rates) -> float:
-    """Seconds of a step of a run."""
-    return seconds(costs.cost(config), shared(config, rates))
-
-
-def shared(config: RunConfig, rates: Rates) -> Rates:
-    """The rates left to each rank where more ranks are busy at once than there are cores."""
-    if rates.cores is None:
-        return rates
+    """Seconds of a step of a run while as many of its ranks as ever are busy."""
     layout = config.parallel or Parallel()
-    at_once = layout.lockstep * min(layout.dp * layout.groups, config.num_samples)
-    if config.fsdp_same_sample:
-        at_once = layout.world_size
-    return replace(rates, flops_per_s=rates.flops_per_s * min(1.0, rates.cores / at_once))
+    busy = layout.lockstep * min(layout.dp * layout.groups, config.num_samples)
+    return seconds(costs.cost(config), rates) * float(crowding(layout.world_size if layout.fsdp else busy, rates))
+
+
+def crowding(busy: ArrayLike, rates: Rates) -> Array:
+    """By which factor a step is longer while so many ranks are busy on this machine: they slow each other down, and
+    share the cores where they are more than those. That goes for exchanges, too, which are work of the CPU."""
+    if rates.cores is None:
+        return np.ones(np.shape(busy))
+    count, cores = np.maximum(1.0, busy), max(1.0, rates.cores)
+    return np.maximum(1.0, count / cores) * (1 + rates.slowdown * (np.minimum(count, cores) - 1))
 
 
 def hop_s(config: RunConfig, rates: Rates) -> float:
@@ -187,7 +225,7 @@ def decode_s(config: RunConfig, rates: Rates) -> float:
 def balanced(config: RunConfig, cost: Sequence[Cost], rates: Rates) -> RunConfig:
     """The run with fewer steps on a last stage that decodes between its samples, so that the busiest stage, which sets
     the interval, is as short as possible. Given stage weights are kept."""
-    layout, last_busy = config.layout, decode_s(config, rates) / seconds(cost[-1], shared(config, rates))
+    layout, last_busy = config.layout, decode_s(config, rates) / seconds(cost[-1], rates)
     even = layout.pp > 1 and layout.stage_ranks is None and config.experts is None
     if config.decode != "as-ready" or not even or config.stage_weights is not None:
         return config
@@ -208,82 +246,209 @@ def predict_schedule(config: RunConfig, cost: Sequence[Cost], rates: Rates, arri
         arrivals: when each sample arrives, in seconds, as of `schedule.make`.
     """
     step = Seconds(
-        _per_stage(config, cost, rates),
+        [seconds(each, rates) for each in cost],
         hop=hop_s(config, rates),
         decode=decode_s(config, rates),
         as_ready=config.decode == "as-ready",
         swap=swap_s(config, rates),
     )
     planned = schedule.predict(config, step, arrivals)
-    if rates.slowdown and rates.cores and config.layout.world_size > 1:
-        spans = planned.spans()
-        busy = np.array([span.busy for span in spans])
-        others = min(float((others_busy(spans) * busy).sum() / busy.sum()), rates.cores - 1)
-        slower = replace(rates, flops_per_s=rates.flops_per_s / (1 + rates.slowdown * others))
-        step = replace(step, step=_per_stage(config, cost, slower))
-        planned = schedule.predict(config, step, arrivals)
+    if rates.cores is None or config.layout.world_size == 1:
+        return planned
+    stretch = np.ones(planned.started.shape)
+    for _ in range(MOST_ROUNDS):
+        before, stretch = stretch, _stretch(config, planned, rates)
+        planned = schedule.predict(config, step, arrivals, stretch)
+        if np.abs(stretch / before - 1).max() < SETTLED:
+            break
     return planned
 
 
-def _per_stage(config: RunConfig, cost: Sequence[Cost], rates: Rates) -> list[float]:
-    left = shared(config, rates)
-    return [seconds(each, left) for each in cost]
+def _stretch(config: RunConfig, planned: Schedule, rates: Rates) -> Array:
+    """By how much the ranks that are busy in a schedule lengthen each of its samples' steps, as of `schedule.make`."""
+    layout, exists = config.layout, np.isfinite(planned.started)
+    members = np.full(exists.shape, float(layout.lockstep))
+    if layout.fsdp:  # replicas without a sample compute as well
+        members *= layout.dp / np.maximum(1, exists.sum(axis=1, keepdims=True))
+    start, end = planned.started[exists], (planned.started + planned.occupied)[exists]
+    speed = _mean_while(start, end, members[exists], lambda busy: 1 / crowding(busy, rates))
+    found = np.ones(exists.shape)
+    found[exists] = 1 / speed
+    return found
 
 
-def from_run(folder: Path, link: Link | None = None, though_disturbed: bool = False) -> Rates:
-    """Rates of the ranks of a finished run, including what happens between their steps, excluding hiccups.
-
-    On a CPU, ranks that were alone for a while also show by how much others slow them down. Where ranks of other runs
-    were busy on the machine, the source says so: that is its speed next to them.
+def _mean_while(start: Array, end: Array, members: ArrayLike, of: Callable[[Array], Array]) -> Array:
+    """(spans,) the mean of something during each span that depends on how many ranks are busy in any span.
 
     Args:
-        link: by default the one measured on this machine.
-        though_disturbed: use a disturbed run as well; the source says what disturbed it.
+        start, end: (spans,) in seconds.
+        members: how many ranks have each span.
+        of: number of busy ranks -> the thing.
+    """
+    times = np.concatenate([start, end])
+    order = np.argsort(times)
+    changes = np.broadcast_to(members, start.shape)
+    busy = np.cumsum(np.concatenate([changes, -changes])[order])
+    done = np.append(0.0, np.cumsum(of(busy[:-1]) * np.diff(times[order])))
+    until = np.empty_like(done)
+    until[order] = done
+    return (until[len(start) :] - until[: len(start)]) / (end - start)
+
+
+def from_run(folder: Path | Sequence[Path], link: Link | None = None, though_disturbed: bool = False) -> Rates:
+    """Rates of the ranks of finished runs in one setting, including what happens between steps, excluding hiccups.
+
+    Runs without cfg, frames and FSDP give the speed of computing and, on a CPU, by how much busy ranks slow each other
+    down, where some were alone for a while. The others give what an exchange or a gather takes between ranks that
+    compute, on their axes. Where ranks of other runs were busy on the machine, the source says so: that is its speed
+    next to them.
+
+    Args:
+        folder: of a run, or of several.
+        link: by default the one measured on this machine, with the exchanges and gathers of the runs. A given one stays
+            as it is.
+        though_disturbed: use disturbed runs as well; the source says what disturbed them.
 
     Raises:
-        ConfigError: the run did not finish or was disturbed, its ranks waited for each other within a step, or its
-            model is gone.
+        ConfigError: a run did not finish or was disturbed, its model is gone, it is in another setting than the first,
+            or none of the runs is without cfg, frames and FSDP.
     """
-    config, result = finished(folder, though_disturbed)
-    if not is_plain(config.layout):
-        raise ConfigError("calibrate", folder, f"must be without cfg, frames and fsdp, not {config.layout}")
-    if config.is_svd:
-        checkpoint.check_model(config, resolve(config))
-    on_cpu = result["device"] == "cpu"
-    events = Run(folder).events()
-    all_spans = results.measured_spans(events)
-    spans = [span for span in all_spans if not span.beside]  # the first ones
-    visits = config.layout.pp if config.swap is None else len(config.experts or ())
-    if len(spans) != config.num_samples * visits:
-        raise ConfigError("calibrate", folder, "must have the events of all of its samples")
-    cores = result["hardware"]["cores"] / result["threads_per_rank"][0] if on_cpu else None
-    steady = _without_hiccups(events, crowd=1.0 if cores is None else max(1.0, config.layout.world_size / cores))
-    sizes = np.array([len(steps) for steps in steady.values()])
-    each = np.array([fmean(steps or [0.0]) for steps in steady.values()])
-    step, slowdown = _mean_step(each, sizes), 0.0
-    if on_cpu:
-        step, slowdown = _step_alone(others_busy(all_spans)[: len(spans)], each, sizes)
-    others, reason = result.get("other_ranks_at_work"), unfit(result)
-    company = f" beside {other_runs.ranks_of_other_runs(others)}" if others else ""
-    return Rates(
-        _mean_flops(config) / step,
-        link or measured_link("cpu" if on_cpu else "cuda"),
-        f"measured: run {folder.name}{company}" + (f", which was disturbed: {reason}" if reason else ""),
-        on=folder.name,
-        setting=setting_of(config, result),
+    folders: Any = folder if isinstance(folder, list | tuple) and folder else [folder]
+    ended = [(each, *finished(each, though_disturbed)) for each in folders]
+    if not any(is_plain(config.layout) for _, config, _ in ended):
+        allowed = f"must be without cfg, frames and fsdp, not {ended[0][1].layout}, or beside such a run"
+        raise ConfigError("calibrate", ended[0][0], allowed)
+    runs = [_Measured.of(*each) for each in ended]
+    for run in runs:
+        if run.setting != runs[0].setting:
+            raise ConfigError("calibrate", run.folder, f"must be like {runs[0].folder.name}: {runs[0].setting}")
+    plain = [run for run in runs if is_plain(run.config.layout)]
+    each, others, sizes = (
+        np.concatenate(values)
+        for values in zip(*((run.each / run.flops, run.others, run.sizes) for run in plain), strict=True)
+    )
+    first, cores = plain[0], plain[0].cores
+    per_flop, slowdown = _mean_step(each, sizes), 0.0
+    if cores is not None:
+        crowd = np.maximum(1.0, (others + 1) / max(1.0, cores))
+        per_flop, slowdown = _step_alone(np.minimum(others, max(1.0, cores) - 1), each / crowd, sizes)
+    known = Rates(
+        1 / per_flop,
+        link or measured_link("cuda" if cores is None else "cpu"),
+        f"measured: run{'s' * (len(plain) > 1)} {', '.join(run.words for run in plain)}",
+        runs=tuple(run.folder.name for run in runs),
+        setting=first.setting,
         cores=cores,
         slowdown=slowdown,
-        decode_s=median(result.get("decode_s") or [0.0]) / math.prod(config.shape),
-        swap=ASSUMED_LOADING | _measured_loading(config, events, folder.name),
+        decode_s=max(run.decode_s for run in plain),
+        swap=ASSUMED_LOADING | {swap: loading for run in plain for swap, loading in run.loading.items()},
+    )
+    together = [run for run in runs if run not in plain]
+    return replace(known, link=_while_computing(known, together)) if together and link is None else known
+
+
+def _while_computing(known: Rates, runs: Sequence[_Measured]) -> Link:
+    """The link with what exchanges and gathers took in runs besides computing and their bytes.
+
+    Least squares: what a step took longer is the sum of its exchanges of each axis and of its gathers.
+    """
+    free = replace(known.link, latency_s=0.0, exchange_s={}, gather_s=0.0)
+    names = sorted({axis for run in runs for cost in run.cost for axis in cost.exchanges_of})
+    if any(cost.gathers for run in runs for cost in run.cost):
+        names.append(FSDP.name)
+    counts, took = [], []
+    for run in runs:
+        computing = run.mean(lambda cost: seconds(cost, replace(known, link=free)))
+        alone = float(np.average(run.each / crowding(run.others + 1, known), weights=run.sizes))
+        counts.append([run.mean(lambda cost: _count(cost, name)) / alone for name in names])  # noqa: B023
+        took.append((alone - computing) / alone)
+    each = np.maximum(0.0, np.linalg.lstsq(np.array(counts), np.array(took), rcond=None)[0])
+    found = dict(zip(names, each.tolist(), strict=True))
+    words = ", ".join(
+        f"{found[name] * 1e3:.2g} ms per {'gather and rank' if name == FSDP.name else f'exchange ({name})'}"
+        for name in names
+    )
+    gather_s = found.pop(FSDP.name, known.link.gather_s)
+    source = f"{known.link.source}; between busy ranks {words}: run{'s' * (len(runs) > 1)} "
+    return replace(
+        known.link,
+        exchange_s={**known.link.exchange_s, **found},
+        gather_s=gather_s,
+        source=source + ", ".join(run.words for run in runs),
     )
 
 
-def _mean_flops(config: RunConfig) -> float:
-    """Operations of a step, the mean over all steps of a sample."""
-    sizes = [len(steps) for steps in config.stages()]
-    if config.swap is not None:
-        sizes = [count for _, count in config.experts or ()]
-    return float(np.average([cost.flops for cost in costs.per_stage(config)], weights=sizes))
+def _count(cost: Cost, name: str) -> int:
+    """The exchanges of an axis in a step; of FSDP, the gathers times the ranks that each is from."""
+    return cost.gathers * cost.shards if name == FSDP.name else cost.exchanges_of.get(name, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """What a finished run says about rates.
+
+    Attributes:
+        cost: of a step on each stage or, where experts are swapped, with each expert; `weights`: the steps of each.
+        each: (spans,) mean seconds of a step of a sample on a rank; `sizes`: the number of steps.
+        others: (spans,) how many other ranks were busy.
+        words: its name, and what disturbed it.
+    """
+
+    folder: Path
+    config: RunConfig
+    setting: str
+    cores: float | None
+    cost: list[Cost]
+    weights: list[int]
+    each: Array
+    sizes: Array
+    others: Array
+    words: str
+    decode_s: float
+    loading: dict[str, Loading]
+
+    @staticmethod
+    def of(folder: Path, config: RunConfig, result: dict[str, Any]) -> _Measured:
+        """Read the folder of a finished run.
+
+        Raises:
+            ConfigError: its model is gone, or events are missing.
+        """
+        if config.is_svd:
+            checkpoint.check_model(config, resolve(config))
+        layout, events = config.layout, Run(folder).events()
+        all_spans = results.measured_spans(events)
+        spans = [span for span in all_spans if not span.beside]  # the first ones
+        visits = layout.pp if config.swap is None else len(config.experts or ())
+        if len(spans) != config.num_samples * visits * layout.lockstep:
+            raise ConfigError("calibrate", folder, "must have the events of all of its samples")
+        cores = result["hardware"]["cores"] / result["threads_per_rank"][0] if result["device"] == "cpu" else None
+        steady = _without_hiccups(events, crowd=1.0 if cores is None else max(1.0, layout.world_size / cores))
+        others, reason = result.get("other_ranks_at_work"), unfit(result)
+        company = f" beside {other_runs.ranks_of_other_runs(others)}" if others else ""
+        return _Measured(
+            folder,
+            config,
+            setting_of(config, result),
+            cores,
+            costs.per_stage(config),
+            [count for _, count in config.experts or ()] if config.swap else [len(steps) for steps in config.stages()],
+            each=np.array([fmean(steps or [0.0]) for steps in steady.values()]),
+            sizes=np.array([len(steps) for steps in steady.values()]),
+            others=others_busy(all_spans)[: len(spans)],
+            words=f"{folder.name}{company}" + (f", which was disturbed: {reason}" if reason else ""),
+            decode_s=median(result.get("decode_s") or [0.0]) / math.prod(config.shape),
+            loading=_measured_loading(config, events, folder.name),
+        )
+
+    def mean(self, of: Callable[[Cost], float]) -> float:
+        """The mean over all steps of a sample of what follows from their costs."""
+        return float(np.average([of(cost) for cost in self.cost], weights=self.weights))
+
+    @property
+    def flops(self) -> float:
+        """Operations of a step, the mean over all steps of a sample."""
+        return self.mean(lambda cost: cost.flops)
 
 
 def _measured_loading(config: RunConfig, events: Sequence[Event], name: str) -> dict[str, Loading]:
@@ -354,13 +519,7 @@ def unfit(result: Mapping[str, Any]) -> str | None:
 def others_busy(spans: Sequence[Span]) -> Array:
     """(spans,) how many other ranks were busy during each span, on average. A rank has one span at a time."""
     start, end = (np.array([getattr(span, name) for span in spans]) for name in ("start", "end"))
-    times = np.concatenate([start, end])
-    order = np.argsort(times)
-    busy = np.cumsum(np.repeat([1.0, -1.0], len(spans))[order])
-    done = np.append(0.0, np.cumsum(busy[:-1] * np.diff(times[order])))  # seconds of work of all ranks until then
-    until = np.empty_like(done)
-    until[order] = done
-    return (until[len(spans) :] - until[: len(spans)]) / (end - start) - 1
+    return _mean_while(start, end, 1.0, lambda busy: busy) - 1
 
 
 def _mean_step(each: Array, sizes: Array) -> float:

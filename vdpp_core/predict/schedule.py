@@ -89,7 +89,7 @@ class Schedule:
         started: (rounds + pp - 1, dp, pp), in seconds: when stage p starts its replica's sample number r, at
             [r + p, replica, p]; NaN where there is no such sample. Where ranks swap experts, each expert's steps are a
             stage here, and all stages are on one rank.
-        occupied: (dp, pp), seconds that a sample occupies a rank.
+        occupied: (rounds + pp - 1, dp, pp), in seconds: for how long, indexed as `started`.
         arrivals: (num_samples,), the earliest start of each sample in seconds.
         swaps: when ranks load experts.
         batch: number of samples that a rank takes through an expert before it loads the next.
@@ -108,21 +108,21 @@ class Schedule:
         rounds = len(self.started) - self.started.shape[2] + 1
         return self.started[stage : stage + rounds, :, stage]
 
+    def in_steps(self, stage: int) -> Array:
+        """Seconds that the samples of each replica occupy a stage without decoding, (rounds, dp)."""
+        rounds, last = len(self.starts(stage)), self.started.shape[2] - 1
+        decode = self.seconds.decode_in_between if stage == last else 0.0
+        return self.occupied[stage : stage + rounds, :, stage] - decode
+
     def of_samples(self, values: Array) -> Array:
         """(rounds, dp) -> (num_samples,): sample m is number m // dp of replica m % dp."""
         return values.ravel()[: len(self.arrivals)]
 
     @property
-    def in_steps(self) -> Array:
-        """Seconds that a sample occupies each rank without decoding, (dp, pp)."""
-        found = self.occupied.copy()
-        found[:, -1] -= self.seconds.decode_in_between
-        return found
-
-    @property
     def finished_s(self) -> Array:
         """When the last step of each sample ends, (num_samples,) in seconds."""
-        return self.of_samples(self.starts(self.started.shape[2] - 1) + self.in_steps[:, -1])
+        last = self.started.shape[2] - 1
+        return self.of_samples(self.starts(last) + self.in_steps(last))
 
     @property
     def response_s(self) -> Array:
@@ -146,14 +146,16 @@ class Schedule:
 
     def spans(self) -> list[Span]:
         """One span for each sample and rank, one for each decoding between two samples, and one for each swap."""
-        layout, (_, replicas, stages) = self.layout, self.started.shape
-        starts = [self.of_samples(self.starts(stage)).tolist() for stage in range(stages)]
-        in_steps, decode = self.in_steps.tolist(), self.seconds.decode_in_between
+        layout, stages, decode = self.layout, self.started.shape[2], self.seconds.decode_in_between
+        starts, in_steps = (
+            [self.of_samples(of_stage(stage)).tolist() for stage in range(stages)]
+            for of_stage in (self.starts, self.in_steps)
+        )
         found = [
             Span(self.rank(sample, stage, member), sample, start, start + seconds, seconds)
             for sample in range(len(self.arrivals))
             for stage in range(stages)
-            for start, seconds in ((starts[stage][sample], in_steps[sample % replicas][stage]),)
+            for start, seconds in ((starts[stage][sample], in_steps[stage][sample]),)
             for member in range(layout.lockstep)
         ]
         if decode:
@@ -170,11 +172,13 @@ class Schedule:
         copies = layout.copies if stages == layout.pp else (1,) * stages
         places = [(stage, copy) for stage in range(stages) for copy in range(copies[stage])]
         own = [self.starts(stage)[copy :: copies[stage]] for stage, copy in places]
-        count = np.stack([(~np.isnan(starts)).sum(axis=0) for starts in own], axis=1)
-        first, last = (
-            np.stack([end.reduce(starts, initial=np.nan) for starts in own], axis=1) for end in (np.fmin, np.fmax)
-        )
-        in_steps = self.in_steps[:, [stage for stage, _ in places]]
+        in_steps = [
+            np.where(np.isnan(starts), 0.0, self.in_steps(stage)[copy :: copies[stage]])
+            for starts, (stage, copy) in zip(own, places, strict=True)
+        ]
+        first = np.stack([np.fmin.reduce(starts, initial=np.nan) for starts in own], axis=1)
+        ends = [np.fmax.reduce(each + steps, initial=np.nan) for each, steps in zip(own, in_steps, strict=True)]
+        busy, last = np.stack([steps.sum(axis=0) for steps in in_steps], axis=1), np.stack(ends, axis=1)
 
         def of_ranks(values: Array, elsewhere: float, together: np.ufunc) -> Array:
             if stages != layout.pp:  # one rank has all parts
@@ -187,9 +191,9 @@ class Schedule:
             replica=np.arange(len(self.arrivals)) % replicas,
             latency=self.finished_s - self.of_samples(self.starts(0)) - self.seconds.encode,
             ended=self.finished_s,
-            busy=of_ranks(in_steps * count, 0.0, np.add),
+            busy=of_ranks(busy, 0.0, np.add),
             taken=of_ranks(first, np.nan, np.fmin),
-            left=of_ranks(last + in_steps, np.nan, np.fmax),
+            left=of_ranks(last, np.nan, np.fmax),
             batch=self.batch,
         )
 
@@ -202,6 +206,7 @@ def make(
     seconds: Seconds,
     arrivals: SkipValidation[ArrayLike] = 0.0,
     replicas: Annotated[int, Field(ge=1)] | None = None,
+    stretch: SkipValidation[ArrayLike] = 1.0,
 ) -> Schedule:
     """Schedule samples on replicas × stages; sample m runs on replica m % dp.
 
@@ -213,6 +218,7 @@ def make(
         sizes: steps of each stage.
         arrivals: when each sample arrives, in seconds, not decreasing; 0: all at the start.
         replicas: how many of the layout's replicas get samples of their own; all by default.
+        stretch: factors on the seconds that samples occupy ranks, indexed as `Schedule.occupied`.
 
     Raises:
         ConfigError: no sample, a stage without steps, or arrivals that are not one finite time per sample.
@@ -224,20 +230,21 @@ def make(
     replicas, stages = replicas or layout.dp, layout.pp
     times = _arrivals(arrivals, num_samples)
     rounds = math.ceil(num_samples / replicas)
-    occupied = seconds.on_ranks(layout, sizes)[:replicas]
     earliest = np.full((rounds + stages - 1) * replicas, np.nan)
     earliest[:num_samples] = times
     started = np.full((rounds + stages - 1, replicas, stages), -np.inf)
     started[:, :, 0] = earliest.reshape(-1, replicas)
+    occupied = _stretched(seconds.on_ranks(layout, sizes)[:replicas], stretch, started)
     copies, every = np.asarray(layout.copies), np.arange(stages)
     room = (
         (AHEAD - 1) * copies[:-1] + copies[1:] - 1
     )  # diagonals since the next stage started what leaves room for more
     arrived = np.full((copies.max() + 1, replicas, stages), -np.inf)  # of the latest diagonals
     for number, row in enumerate(started):
-        np.maximum(row, _earlier(started, number - copies, every) + occupied, out=row)
+        before = number - copies
+        np.maximum(row, _earlier(started, before, every) + _earlier(occupied, before, every), out=row)
         if number > 0:
-            finished = started[number - 1] + occupied
+            finished = started[number - 1] + occupied[number - 1]
             busy = arrived[(number - 1 - copies) % len(arrived), :, every].T  # a rank sends one sample at a time
             arrived[(number - 1) % len(arrived)] = np.maximum(finished, busy) + seconds.hop
             np.maximum(row[:, 1:], arrived[(number - 1) % len(arrived), :, :-1], out=row[:, 1:])
@@ -246,9 +253,14 @@ def make(
     return Schedule(layout, seconds, started, occupied, times)
 
 
-def _earlier(started: Array, numbers: NDArray[np.int64], stages: NDArray[np.int64]) -> Array:
-    """When stages started what lies on these diagonals, (replicas, stages); -inf on diagonals before the first."""
-    found = started[np.maximum(numbers, 0), :, stages].T
+def _stretched(occupied: Array, stretch: ArrayLike, started: Array) -> Array:
+    """Seconds by which each sample occupies each rank; a view where all take as long."""
+    return np.broadcast_to(occupied if np.ndim(stretch) == 0 else occupied * np.asarray(stretch), started.shape)
+
+
+def _earlier(values: Array, numbers: NDArray[np.int64], stages: NDArray[np.int64]) -> Array:
+    """What stages have on these diagonals, (replicas, stages); -inf on diagonals before the first."""
+    found = values[np.maximum(numbers, 0), :, stages].T
     found[:, numbers < 0] = -np.inf
     return found
 
@@ -263,26 +275,26 @@ def _arrivals(arrivals: ArrayLike, num_samples: int) -> Array:
     return times
 
 
-def predict(config: RunConfig, seconds: Seconds, arrivals: ArrayLike = 0.0) -> Schedule:
+def predict(config: RunConfig, seconds: Seconds, arrivals: ArrayLike = 0.0, stretch: ArrayLike = 1.0) -> Schedule:
     """Schedule a run before it runs; a run without a layout is on one rank.
 
     Args:
-        arrivals: as of `make`.
+        arrivals, stretch: as of `make`.
     """
     config = config.for_ranks((config.parallel or Parallel()).world_size)
     if config.swap is not None:
-        return _with_swaps(config, seconds, _arrivals(arrivals, config.num_samples))
+        return _with_swaps(config, seconds, _arrivals(arrivals, config.num_samples), stretch)
     sizes = [len(steps) for steps in config.stages()]
     replicas = 1 if config.fsdp_same_sample else None
-    return make(config.layout, sizes, config.num_samples, seconds, arrivals, replicas)
+    return make(config.layout, sizes, config.num_samples, seconds, arrivals, replicas, stretch)
 
 
-def _with_swaps(config: RunConfig, seconds: Seconds, arrivals: Array) -> Schedule:
+def _with_swaps(config: RunConfig, seconds: Seconds, arrivals: Array, stretch: ArrayLike) -> Schedule:
     """Schedule replicas that hold one expert at a time, and take `swap_batch` samples through it before the next."""
     layout, parts = config.layout, config.segments(range(config.total_steps))
     sizes = [len(steps) for _, steps in parts]
-    occupied = seconds.on_ranks(Parallel(dp=layout.dp, pp=len(parts)), sizes)
     started = np.full((math.ceil(config.num_samples / layout.dp) + len(parts) - 1, layout.dp, len(parts)), np.nan)
+    occupied = _stretched(seconds.on_ranks(Parallel(dp=layout.dp, pp=len(parts)), sizes), stretch, started)
     swaps: list[Span] = []
     for replica in range(layout.dp):
         own, now, resident = arrivals[replica :: layout.dp], 0.0, 0
@@ -296,7 +308,7 @@ def _with_swaps(config: RunConfig, seconds: Seconds, arrivals: Array) -> Schedul
                     now, resident = now + seconds.swap, part
                 for turn in range(first, min(first + config.swap_batch, len(own))):
                     started[turn + part, replica, part] = now = max(now, own[turn])
-                    now += occupied[replica, part]
+                    now += occupied[turn + part, replica, part]
     return Schedule(layout, seconds, started, occupied, arrivals, tuple(swaps), config.swap_batch)
 
 
