@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -239,12 +240,12 @@ def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
     if (fewest := next(enough, None)) is not None:
         sizes["frames"] = range(fewest, min(fewest + 2, MOST_RANKS, frames) + 1)
     sizes["tp"] = [ranks for ranks in POWERS if most / ranks < capacity]
+    run = config.replace(fsdp_same_sample=False)
     for axis, ranks in sizes.items():
-        layouts = (Parallel(**(layout.model_dump() | {axis: size})) for size in ranks)
-        fitting = (
-            more for more in layouts if fit(config.replace(parallel=more, fsdp_same_sample=False), capacity).fits
-        )
-        if (more := next(fitting, None)) is not None:
+        layouts = [Parallel(**(layout.model_dump() | {axis: size})) for size in ranks]
+        if (
+            more := next((each for each in layouts if fit(run.replace(parallel=each), capacity).fits), None)
+        ) is not None:
             found.append(f"--{axis} {more.sizes[axis]} on {more.world_size} ranks")
     return found
 
