@@ -42,6 +42,7 @@ benchmark: $(READY) ## step pipeline and splitting one forward pass against the 
 	$(VENV)/python -m tests.benchmarks.one_rank
 	$(VENV)/python -m tests.benchmarks.latency
 	$(VENV)/python -m tests.benchmarks.planner
+	$(VENV)/python -m tests.benchmarks.predictions runs/predictions.png
 
 gpu-check: $(READY) ## peak memory on the CUDA devices here, measured, predicted, published; peers (minutes); DRY=1: the plan
 	$(VENV)/python -m tests.gpu.check $(if $(DRY),--dry)
