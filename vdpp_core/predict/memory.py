@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -243,9 +242,8 @@ def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
     run = config.replace(fsdp_same_sample=False)
     for axis, ranks in sizes.items():
         layouts = [Parallel(**(layout.model_dump() | {axis: size})) for size in ranks]
-        if (
-            more := next((each for each in layouts if fit(run.replace(parallel=each), capacity).fits), None)
-        ) is not None:
+        fitting = (each for each in layouts if fit(run.replace(parallel=each), capacity).fits)
+        if (more := next(fitting, None)) is not None:
             found.append(f"--{axis} {more.sizes[axis]} on {more.world_size} ranks")
     return found
 

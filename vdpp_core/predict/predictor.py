@@ -115,7 +115,10 @@ class _Fit:
         across_frames = 2 * len(layers["resnets"]) + 2 * len(layers["transformers"]) + 1  # as in parallel/frames.py
         summed = partial(_summed, base.model, base.model_id)
         # lockstep axis -> exchanges of a pass over so many ranks
-        self.exchanges: dict[str, Callable[[int], int]] = {"cfg": lambda _: 1, "frames": lambda _: across_frames, "tp": summed}
+        self.exchanges: dict[str, Callable[[int], int]] = {
+            **{"cfg": lambda _: 1, "frames": lambda _: across_frames},
+            "tp": summed,
+        }
         unguided = one.replace(guidance_scale=1.0)
         flops = [costs.cost(_video(unguided, video, Parallel(frames=ranks))).flops for *video, ranks in COUNTED]
         self.flops = _least_squares([_work(*video) for video in COUNTED], flops)
