@@ -37,10 +37,12 @@ lint: $(READY) ## ruff (notebooks included) and mypy
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 
-benchmark: $(READY) ## step pipeline and splitting one forward pass against the machine's limit, predictions (50 minutes)
+benchmark: $(READY) ## step pipeline and splitting one forward pass against the machine's limit, predictions (55 minutes)
 	$(VENV)/python -m tests.benchmarks.step_pipeline
+	$(VENV)/python -m tests.benchmarks.one_rank
 	$(VENV)/python -m tests.benchmarks.latency
 	$(VENV)/python -m tests.benchmarks.planner
+	$(VENV)/python -m tests.benchmarks.predictions runs/predictions.png
 
 gpu-check: $(READY) ## peak memory on the CUDA devices here, measured, predicted, published; peers (minutes); DRY=1: the plan
 	$(VENV)/python -m tests.gpu.check $(if $(DRY),--dry)

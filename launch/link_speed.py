@@ -24,7 +24,8 @@ _COMMAND = ["vdpp_core.cli.local_torchrun", "--nproc_per_node=2", "-m", "vdpp_co
 def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
     """Measure latency and bandwidth between two ranks of this machine: bytes, seconds (one way), gb_per_s (1e9 bytes).
 
-    They are kept in runs/ for predictions: `vdpp_core.predict.rates.measured_link`.
+    They are kept in runs/ for predictions and, of a CPU, what an exchange takes between ranks that compute:
+    `vdpp_core.predict.rates.measured_link`.
 
     Raises:
         RuntimeError: the ranks failed; with their last error.
@@ -36,13 +37,14 @@ def probe(device: str = "auto", timeout: float = 180) -> pd.DataFrame:
             _wait(psutil.Process(agent), timeout)
         lines, errors = (_lines(file) for file in (written, log))
     try:
-        rows = json.loads(lines[-1])
-    except (IndexError, ValueError):
+        found = json.loads(lines[-1])
+        rows = found["rows"]
+    except (IndexError, ValueError, TypeError, KeyError):
         causes = [line for line in errors if re.match(r"[\w.]*Error: \S", line)]  # torchrun's own words come last
         raise RuntimeError(f"the probe failed: {(causes or errors or ['it wrote nothing'])[-1]}") from None
     path = rates.link_path(resolve(RunConfig(device=device)).device_type)
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"date": time.strftime("%Y-%m-%d"), "hardware": machine.hardware(), "rows": rows}
+    facts = {"date": time.strftime("%Y-%m-%d"), "hardware": machine.hardware(), **found}
     files.write_atomically(path, json.dumps(facts, indent=2) + "\n")
     return pd.DataFrame(rows)
 

@@ -13,7 +13,7 @@ from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.execution import resolve
 from vdpp_core.engine import preflight
 from vdpp_core.parallel import devices
-from vdpp_core.predict import memory, messages, published, rates
+from vdpp_core.predict import accuracy, memory, messages, published, rates
 from vdpp_core.predict.predictor import Predictor
 from vdpp_core.predict.rates import Rates
 from vdpp_core.runs import machine
@@ -75,12 +75,15 @@ class Predictions:
         return f"<table>{rows_of_table}</table>{notes}"
 
     def _rates(self, config: RunConfig, runs: Sequence[Path]) -> Rates | None:
-        """Rates from the newest run in the same setting, one of the same size first; without one, published for SVD."""
+        """Rates from runs in the same setting, if possible of the same size; without any, published for SVD."""
         wanted = self._setting(config)
-        alike = [(folder, ran) for folder in runs if (ran := self._finished(folder, wanted)) is not None]
-        for folder, _ in sorted(alike, key=lambda found: found[1].shape != config.shape):
-            with contextlib.suppress(ConfigError):
-                return rates.from_run(folder)
+        alike = {folder: ran for folder in runs if (ran := self._finished(folder, wanted)) is not None}
+        of_size = {folder: ran for folder, ran in alike.items() if ran.shape == config.shape}
+        for some in (of_size, alike):
+            best = accuracy.to_calibrate_on(some)
+            for folders in (best, best[:1], *([folder] for folder in some)):
+                with contextlib.suppress(ConfigError):
+                    return rates.from_run(folders)
         if config.model == "svd" and config.is_svd and resolve(config).device_type == "cuda":
             return published.rates(published.nearest_row(config))
         return None
@@ -92,12 +95,11 @@ class Predictions:
         return rates.setting_of(config, facts | {"threads_per_rank": [execution.threads], "hardware": self.hardware})
 
     def _finished(self, folder: Path, wanted: str) -> RunConfig | None:
-        """A run's configuration, if it finished in the wanted setting and its ranks exchange nothing within a step."""
+        """A run's configuration, if it finished in the wanted setting."""
         if folder not in self.finished:
             try:
                 config, result = rates.finished(folder)
-                plain = rates.is_plain(config.layout)
-                self.finished[folder] = (rates.setting_of(config, result), config) if plain else None
+                self.finished[folder] = rates.setting_of(config, result), config
             except ConfigError:
                 self.finished[folder] = None
         found = self.finished[folder]

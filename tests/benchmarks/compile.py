@@ -14,16 +14,19 @@ import torch
 
 from tests.benchmarks.one_rank import alternate, conditioning
 from vdpp_core import Parallel, RunConfig, models
+from vdpp_core.engine.measure import keep_freed_memory
 
 ROUNDS = 15
 
 
 @torch.no_grad()
 def main(model: str = "tiny", *shape: str) -> None:
+    keep_freed_memory(True)
     torch.set_num_threads(1)
     config = RunConfig(model=model, random_weights=model != "tiny", device="cpu", parallel=Parallel())
     plain = models.load_plain(config, torch.device("cpu"), torch.float32)
-    given = conditioning(plain, *map(int, shape or (14, 8, 8)))
+    sizes = [*map(int, shape)] or [14, 8, 8]
+    given = conditioning(plain, *sizes)
     unets: dict[str, Any] = {
         "plain": plain,
         "default": models.ready(config, copy.deepcopy(plain)),
@@ -35,7 +38,7 @@ def main(model: str = "tiny", *shape: str) -> None:
     difference = ((unets["compiled"](**given)[0] - expected).norm() / expected.norm()).item()
     to_compile = time.perf_counter() - began
     seconds = alternate(unets, given, ROUNDS)
-    print(f"{model} {shape}: compiling took {to_compile:.0f} s; relative difference {difference:.1e}")
+    print(f"{model}, {sizes}: compiling took {to_compile:.0f} s; relative difference {difference:.1e}")
     for name, took in seconds.items():
         ratios = sorted(one / other for one, other in zip(took, seconds["plain"], strict=True))
         print(

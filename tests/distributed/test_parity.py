@@ -95,7 +95,11 @@ LOCKSTEP = {  # the same for layouts with cfg and frames; (ranks, arguments, tol
     "frames 2 × cfg 2": (4, QUICK | {"parallel": {"frames": 2, "cfg": 2}, "num_samples": 2}, 1e-5),
     "pp 2 × frames 2": (4, QUICK | {"parallel": {"pp": 2, "frames": 2}, "num_samples": 3}, 1e-5),
     "dp 2 × cfg 2": (4, QUICK | {"parallel": {"dp": 2, "cfg": 2}, "num_samples": 3}, 1e-5),
-    "dp 2 × frames 2, fsdp": (4, QUICK | {"parallel": {"dp": 2, "frames": 2, "fsdp": True}, "num_samples": 3}, 1e-5),
+    "dp 2 × frames 2, fsdp, shortcuts": (
+        4,
+        QUICK | {"parallel": {"dp": 2, "frames": 2, "fsdp": True}, "shortcuts": True, "num_samples": 3},
+        1e-5,
+    ),
     "pp 2 × cfg 2, fsdp": (4, QUICK | {"parallel": {"pp": 2, "cfg": 2, "fsdp": True}, "num_samples": 3}, 1e-5),
 }
 RUNS = CASES | {name: case[:2] for name, case in LOCKSTEP.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -96,6 +97,15 @@ def test_medium_model():
     unet = models.ready(config, copy.deepcopy(plain))
     for _ in range(2):
         assert same(plain, unet, arguments(1, frames=2, width=256))
+
+
+@torch.no_grad()
+def test_an_attention_that_is_patched_afterwards(plain, spared):
+    """Its norm is computed then, too."""
+    attention = spared.mid_block.attentions[0].transformer_blocks[0].attn2
+    attention.forward = functools.partial(type(attention).forward, attention)
+    for _ in range(2):
+        assert same(plain, spared, arguments(1))
 
 
 @torch.no_grad()

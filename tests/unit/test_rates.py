@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -218,19 +219,21 @@ FACTS = {"host": "elsewhere", "pid": 1, "created": 0, "device": "cpu", "dtype": 
 
 @pytest.fixture
 def written(tmp_path, write_events):
-    """written(name, seconds of each step, **facts of its end): a run of four samples of eight steps on one rank."""
+    """written(name, seconds of each step, layout, **facts of its end): a run of four samples of eight steps, of which
+    each rank of a lockstep group does all."""
 
-    def write(name: str, seconds: Sequence[float], **facts) -> Path:
-        shape = (1, 4, 3, 8, 8)
+    def write(name: str, seconds: Sequence[float], layout: Parallel | None = None, **facts) -> Path:
+        shape, layout = (1, 4, 3, 8, 8), layout or Parallel()
         config = RunConfig(device="cpu", latent_shape=shape, total_steps=8, num_samples=4, output_dir=tmp_path / name)
-        folder, t = runfolder.create(config.for_ranks(1)), 0.0
+        folder, t = runfolder.create(config.replace(parallel=layout)), 0.0
         events = [(-2.0, "start", FACTS | {"threads": 1}), (0.0, "clock", dict.fromkeys(facts, 0))]
         for number, each in enumerate(seconds):
             sample, step = divmod(number, 8)
             t += each
             events.append((t, "step", {"sample": sample, "step": step, "seconds": each}))
             events += [(t, "sample", {"sample": sample})] * (step == 7)
-        write_events(folder, 0, *events, (t, "done", {"memory": {"allocated_gb": 1.0}, **facts}))
+        for rank in range(layout.world_size):
+            write_events(folder, rank, *events, (t, "done", {"memory": {"allocated_gb": 1.0}, **facts}))
         results.write(Run(folder), "ok")
         return folder
 
@@ -285,6 +288,91 @@ def test_decoding_takes_its_time_in_proportion_to_the_latents(written):
     step_s = rates.step_s(video, known)
     assert planned.numbers()["interval_s"] == pytest.approx([8 * step_s + 0.4] * 7)
     assert planned.first_video_s == pytest.approx(8 * step_s + 0.4)
+
+
+OF_AN_EXCHANGE = {"cfg": 0.005, "frames": 0.002}  # seconds
+
+
+def test_runs_that_communicate_say_what_an_exchange_takes_on_their_axis(written):
+    plain = written("plain", np.full(32, STEP_S))
+    known = rates.from_run(plain, Link(math.inf))
+    together = []
+    for axis, each in OF_AN_EXCHANGE.items():
+        cost = costs.cost(RunConfig.read(plain).replace(parallel=Parallel(**{axis: 2})))
+        step_s = cost.flops / known.flops_per_s + cost.exchanges * each
+        together.append(written(axis, np.full(32, step_s), Parallel(**{axis: 2})))
+    known = rates.from_run([*together, plain])
+    assert known.link.exchange_s == pytest.approx(OF_AN_EXCHANGE, rel=1e-3)
+    assert known.link.gather_s is None
+    assert known.source == "measured: run plain"
+    assert known.link.source.endswith("; 5 ms per exchange (cfg), 2 ms per exchange (frames) in runs cfg, frames")
+    assert accuracy.against_runs([*together, plain], known)["error"].abs().max() < 1e-6
+    both = RunConfig.read(plain).replace(parallel=Parallel(cfg=2, frames=2))
+    assert rates.step_s(both, replace(known, cores=4.0)) == pytest.approx(
+        costs.cost(both).flops / known.flops_per_s + 1 * 0.005 + (costs.cost(both).exchanges - 1) * 0.002, rel=1e-3
+    )
+    given = rates.from_run([plain, *together], Link(1e9, 1e-5))
+    assert (given.link.bytes_per_s, given.link.exchange_s) == (1e9, {})
+    with pytest.raises(ConfigError, match="must be without cfg, frames and fsdp, not cfg 2, or beside such a run"):
+        rates.from_run(together)
+
+
+def test_only_runs_in_one_setting_are_calibrated_on_together(run, written):
+    other = written("plain", np.full(32, STEP_S))
+    result = Run(other).result() | {"dtype": "float16"}
+    (other / "result.json").write_text(json.dumps(result))
+    with pytest.raises(ConfigError, match=r"plain: must be like of-three: tiny on "):
+        rates.from_run([run, other])
+
+
+def test_gathers_take_as_long_as_there_are_ranks_and_wait_for_computing_on_a_cpu():
+    config = TINY.replace(parallel=Parallel(dp=2, fsdp=True))
+    cost, link = costs.cost(config), Link(math.inf, gather_s=1e-3)
+    computing, gathering = cost.flops / 1e9, cost.gathers * 2e-3
+    assert cost.shards == 2
+    assert rates.seconds(cost, Rates(1e9, link, cores=2)) == pytest.approx(computing + gathering)
+    assert rates.seconds(cost, Rates(1e9, link)) == pytest.approx(max(computing, gathering))
+
+
+def test_one_run_of_each_axis_is_calibrated_on():
+    layouts = {
+        "replicas": Parallel(dp=2),
+        "stages": Parallel(pp=2),
+        "both": Parallel(cfg=2, frames=2),
+        "stages of frames": Parallel(pp=2, frames=2),
+        "frames": Parallel(frames=2),
+        "sharded frames": Parallel(frames=2, fsdp=True),
+        "sharded": Parallel(dp=2, fsdp=True),
+    }
+    runs = {Path(name): TINY.replace(parallel=layout) for name, layout in layouts.items()}
+    assert [str(folder) for folder in accuracy.to_calibrate_on(runs)] == ["stages", "frames", "sharded"]
+    assert accuracy.to_calibrate_on({Path("frames"): runs[Path("frames")]}) == []
+
+
+@pytest.mark.parametrize(
+    ("errors", "words"),
+    [
+        ([], "not checked against a measurement"),
+        ([-0.031], "checked against 1 measurement: at most 3.1% off"),
+        ([0.01] * 19 + [-0.5], "checked against 20 measurements: 9 in 10 within 1%, the worst 50% off"),
+    ],
+)
+def test_how_far_off_predictions_are_is_said_in_words(errors, words):
+    assert rates.how_far_off(errors) == words
+
+
+def test_the_measured_link_also_of_an_earlier_version(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "not measured" in rates.measured_link("cpu").source
+    facts = {"date": "2026-01-01", "rows": [{"bytes": 4, "seconds": 1e-5, "gb_per_s": 2.0}]}
+    rates.link_path("cpu").parent.mkdir(parents=True)
+    rates.link_path("cpu").write_text(json.dumps(facts))
+    link = rates.measured_link("cpu")
+    assert (link.bytes_per_s, link.latency_s, link.exchange_s, link.gather_s) == (2e9, 1e-5, {}, None)
+    rates.link_path("cpu").write_text(json.dumps(facts | {"exchange_s": {"frames": 2e-3}, "gather_s": 1e-3}))
+    link = rates.measured_link("cpu")
+    assert (link.exchange_s, link.gather_s) == ({"frames": 2e-3}, 1e-3)
+    assert link.source.endswith("; while they compute 2 ms per exchange (frames), 1 ms per gather and rank")
 
 
 @pytest.mark.parametrize("hiccup", [0.5, 1.9])

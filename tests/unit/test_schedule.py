@@ -253,6 +253,16 @@ def test_a_replica_may_be_slower():
     assert found.numbers()["drain_s"] == pytest.approx(1.6)
 
 
+def test_samples_may_take_longer_than_others():
+    """Two stages of one second: the second sample takes twice as long on the first, so the last stage waits."""
+    stretch = np.ones((3, 1, 2))
+    stretch[1, 0, 0] = 2.0
+    found = schedule.make(Parallel(pp=2), [1, 1], 2, Seconds(1.0), stretch=stretch)
+    assert found.finished_s.tolist() == [2.0, 4.0]
+    assert found.numbers() == numbers(found.spans(), found.layout) | {"latency_s": [2.0, 3.0]}
+    assert found.numbers()["utilisation_per_rank"] == [3 / 4, 2 / 4]
+
+
 def test_encoding_and_decoding_occupy_the_end_ranks_and_are_no_latency():
     found = made(4, 2, pp=2, step_s=0.5, encode=1.0, decode=2.0)
     assert found.occupied[0].tolist() == [[2.0, 3.0]]

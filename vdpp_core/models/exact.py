@@ -21,8 +21,8 @@ def take(unet: Any) -> Patches:
 
     Cross-attention: the context is one token, the image. A softmax over one key is 1, so the output is the same for
     every query. It is computed once per context, by the attention itself, and kept if all its rows are indeed equal.
-    Blending, and on a CPU gating: they overwrite tensors that nobody needs any more, rather than fill fresh memory. On
-    a GPU gating so saves no time, and memory stays that of the official pipeline.
+    Blending, and on a CPU gating: they overwrite tensors that nobody needs any more instead of filling fresh memory. On
+    a GPU, gating in place would save no time, and the peak of memory stays that of the official pipeline.
     """
     from diffusers.models.activations import GEGLU
     from diffusers.models.resnet import AlphaBlender
@@ -30,9 +30,9 @@ def take(unet: Any) -> Patches:
     patches, context = Patches(), Context(unet.forward)
     for module in unet.modules():
         if getattr(module, "attn2", None) is not None:
-            patches.forward(module.attn2, partial(context.attend, module.attn2.forward, module.norm2.forward))
-            patches.forward(module.norm2, _unchanged)
-        elif isinstance(module, AlphaBlender):
+            patches.forward(module.norm2, partial(context.normalise, module.attn2, module.norm2.forward))
+            patches.forward(module.attn2, partial(context.attend, module.attn2, module.attn2.forward))
+        elif isinstance(module, AlphaBlender) and not module.switch_spatial_to_temporal_mix:
             patches.forward(module, partial(_blend, module))
         elif isinstance(module, GEGLU):
             patches.forward(module, partial(gate, module))
@@ -68,29 +68,30 @@ class Context:
             self.known.append(self.now)
         return self.compute(sample, timestep, encoder_hidden_states, *args, **kwargs)
 
+    def normalise(self, attention: Any, compute: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+        """Layer norm before an attention, unless its output is known."""
+        known = self.now.outputs.get((attention, hidden_states.shape)) is not None
+        return hidden_states if known else compute(hidden_states)
+
     def attend(
         self,
+        attention: Any,
         compute: Callable[..., Tensor],
-        norm: Callable[[Tensor], Tensor],
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         **kwargs: Any,
     ) -> Tensor:
         """(B·n, S, C), n frames or positions a video, and the context of each (B·n, tokens, D) -> (B·n, 1 or S, C)."""
         repeats, outputs = len(hidden_states) // len(self.now.context), self.now.outputs
-        key = compute, hidden_states.shape
+        key = attention, hidden_states.shape
         if (one := outputs.get(key)) is not None:
             return one.repeat_interleave(repeats, 0)
-        whole = compute(norm(hidden_states), encoder_hidden_states=encoder_hidden_states, **kwargs)
+        whole = compute(hidden_states, encoder_hidden_states=encoder_hidden_states, **kwargs)
         if key not in outputs:
             one = whole[::repeats, :1].clone()
             same = whole.is_meta or torch.equal(one.repeat_interleave(repeats, 0).expand_as(whole), whole)
             outputs[key] = one if same else None
         return whole
-
-
-def _unchanged(hidden_states: Tensor) -> Tensor:
-    return hidden_states
 
 
 def _blend(blender: Any, x_spatial: Tensor, x_temporal: Tensor, image_only_indicator: Tensor) -> Tensor:

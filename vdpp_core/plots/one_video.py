@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vdpp_core.plots.style import COLOURS, INK, hatched, mark_capacities, name_rows, new_figure
+from vdpp_core.plots.style import COLOURS, INK, hatched, mark_capacities, name_rows, new_figure, with_errors
 
 KINDS = {"positions": "all-to-all around attention", "halo": "halo exchange around convolutions"}
 HATCHES = {"positions": "//", "halo": ""}
@@ -23,6 +23,8 @@ def one_video(rows: pd.DataFrame, title: str, small_print: str, known: str = "me
             known `known_s`, `known_gb`, `capacity_gb`.
         known: "measured" (filled bars) or "published" (hollow ones).
     """
+    if "known_s" in rows:
+        small_print = with_errors(small_print, rows["predicted_s"], rows["known_s"])
     figure, axes = new_figure((1, 2), (10, 1.7 + 0.36 * len(rows)), title, small_print)
     for panel, unit in zip(axes[0], ("s", "gb"), strict=True):
         _bars(panel, rows, unit, known)

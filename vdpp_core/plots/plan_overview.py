@@ -14,8 +14,10 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from vdpp_core.config.layout import Parallel
 from vdpp_core.plots.gantt import SECONDS, draw_spans
 from vdpp_core.plots.style import COLOURS, INK, MARKERS, NAMES, PALE_INK, axis_of, name_rows, new_figure, use_theme
+from vdpp_core.predict.rates import how_far_off
 from vdpp_core.runs.metrics import Span
 
+BAND = 0.15  # of predictions that hold
 SHOWN = 5  # layouts that are listed
 WIDTH = 172  # characters per line of the advice
 COLUMNS = {  # of the advice; the bars above it show latency, makespan and memory
@@ -120,7 +122,7 @@ def _table(rows: pd.DataFrame) -> str:
 
 
 def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figure:
-    """Predicted against measured makespan and mean latency of runs in seconds, with a band of 10 %.
+    """Predicted against measured makespan and mean latency of runs in seconds, with a band of 15 %.
 
     Args:
         table: as of `vdpp_core.predict.accuracy.against_runs`; the runs calibrated on are hollow.
@@ -130,7 +132,9 @@ def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figur
     for panel, name in zip(axes[0], ("makespan", "latency"), strict=True):
         known, predicted = table[f"{name}_s"], table[f"predicted_{name}_s"]
         ends = np.array([0.8 * min(known.min(), predicted.min()), 1.25 * max(known.max(), predicted.max())])
-        panel.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#999999", alpha=0.3, label="within 10 %")
+        panel.fill_between(
+            ends, (1 - BAND) * ends, (1 + BAND) * ends, color="#999999", alpha=0.3, label=f"within {BAND:.0%}"
+        )
         panel.plot(ends, ends, color=INK, linewidth=0.8)
         for axis in dict.fromkeys(axes_of):
             rows = table[[one == axis for one in axes_of]]
@@ -149,5 +153,7 @@ def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figur
             side.set_minor_formatter(NullFormatter())
         panel.set_xlabel(f"measured {'mean ' * (name == 'latency')}{name} (s)")
         panel.set_ylabel(f"predicted {'mean ' * (name == 'latency')}{name} (s)")
+        errors = (predicted / known - 1)[~table["calibrated on"]].tolist()
+        panel.set_title(f"{name} {how_far_off(errors)}", fontsize=8.5, loc="left", fontweight="normal")
     axes[0, 0].legend(fontsize=7.5, loc="lower right")
     return figure

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from vdpp_core.config.layout import Parallel
-from vdpp_core.plots.style import COLOURS, INK, MARKERS, NAMES, axis_of, new_figure
+from vdpp_core.plots.style import COLOURS, INK, MARKERS, NAMES, axis_of, new_figure, with_errors
 
 
 def _line(panel: Axes, series: pd.Series, axis: str, kind: str, label: str) -> None:
@@ -87,6 +87,7 @@ def throughput(table: pd.DataFrame, published: dict[str, Any], small_print: str)
     most = max(pp.index)
     title = f"On {most} ranks, with fill, the step pipeline has {pp[most] / dp[most]:.2f} × data parallel's throughput"
     right_title = "published: SVD 14 × 40 × 72, 14 samples of 28 steps"
+    small_print = with_errors(small_print, table["predicted_samples_per_s"], table["samples_per_s"])
     figure, left, right = _side_by_side(title, small_print, published, right_title)
     for axis, series in (("pp", pp), ("dp", dp)):
         _beside_prediction(left, series, _series(table, axis, "predicted_samples_per_s"), axis, "whole run")
@@ -109,6 +110,7 @@ def scaling_efficiency(table: pd.DataFrame, published: dict[str, Any], small_pri
     shares = f"{pp[most] / pp[1] / most:.0%} (step pipeline) and {dp[most] / dp[1] / most:.0%} (data parallel)"
     title = f"Scaling efficiency on {most} ranks, with fill: {shares}"
     right_title = "published: above 1 only without the fill"
+    small_print = with_errors(small_print, table["predicted_samples_per_s"], table["samples_per_s"])
     figure, left, right = _side_by_side(title, small_print, published, right_title)
     for axis, series in (("pp", pp), ("dp", dp)):
         predicted = _series(table, axis, "predicted_samples_per_s")
@@ -140,6 +142,7 @@ def latency(table: pd.DataFrame, published: dict[str, Any], small_print: str) ->
         f"the latency of a sample by {latencies[1] / latencies[most]:.2f}"
     )
     right_title = "published: SVD 14 × 72 × 128, 28 steps"
+    small_print = with_errors(small_print, table["predicted_latency_s"], table["latency_s"])
     figure, left, right = _side_by_side(title, small_print, published, right_title)
     for axis in ("pp", "dp"):
         measured, predicted = (_series(table, axis, column) for column in ("latency_s", "predicted_latency_s"))

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from vdpp_core.config.axes import AXES, AXIS_NAMES, FSDP
 from vdpp_core.config.layout import Parallel
+from vdpp_core.predict.rates import how_far_off
 
 INK, PALE_INK = "#222222", "#555555"
 ALONE = "1 rank"
@@ -54,6 +55,12 @@ def new_figure(
     figure.supxlabel(small_print, fontsize=6.5, color=PALE_INK, x=0.01, ha="left", wrap=True)
     plt.close(figure)  # shown where it is returned, once
     return figure, axes
+
+
+def with_errors(small_print: str, predicted: pd.Series, measured: pd.Series) -> str:
+    """The small print, and how far predictions are off where there is a measurement."""
+    errors = (predicted / measured - 1).astype(float).dropna()
+    return f"{small_print}; predictions {how_far_off(errors.tolist())}" if len(errors) else small_print
 
 
 def name_rows(panel: Axes, names: Iterable[str], fontsize: float = 8) -> None:

@@ -52,7 +52,7 @@ def against_runs(folders: Sequence[Path], known: Rates) -> pd.DataFrame:
             config, result = rates.finished(folder)
         except ConfigError:
             continue
-        used = folder.name in known.runs
+        used = folder.resolve() in known.runs
         if rates.setting_of(config, result) != known.setting or (result.get("disturbed") and not used):
             continue
         predicted = rates.predict(config, known).numbers()

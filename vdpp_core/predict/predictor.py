@@ -116,7 +116,8 @@ class _Fit:
         summed = partial(_summed, base.model, base.model_id)
         # lockstep axis -> exchanges of a pass over so many ranks
         self.exchanges: dict[str, Callable[[int], int]] = {
-            **{"cfg": lambda _: 1, "frames": lambda _: across_frames},
+            "cfg": lambda _: 1,
+            "frames": lambda _: across_frames,
             "tp": summed,
         }
         unguided = one.replace(guidance_scale=1.0)

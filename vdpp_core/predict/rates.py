@@ -122,7 +122,7 @@ class Rates:
         swap: where from ("host", "disk") -> bytes per second of an expert's parameters that a rank loads.
         source: where the rate is from, in words.
         on: the published row it is calibrated on.
-        runs: names of the runs it is calibrated on.
+        runs: folders of the runs it is calibrated on.
         setting: model, hardware, type and threads of those runs.
         cores: what all ranks of this machine share, in threads of a rank; None where each rank has its own device.
         slowdown: by which share each other busy rank lengthens a step (CPU cores share caches and clock).
@@ -137,7 +137,7 @@ class Rates:
     link: Link
     source: str = "given"
     on: int | None = None
-    runs: tuple[str, ...] = ()
+    runs: tuple[Path, ...] = ()
     setting: str = ""
     cores: Annotated[float, Field(gt=0)] | None = None
     slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -336,7 +336,7 @@ def from_run(folder: Path | Sequence[Path], link: Link | None = None, though_dis
         1 / per_flop,
         link or measured_link("cuda" if cores is None else "cpu"),
         f"measured: run{'s' * (len(plain) > 1)} {', '.join(run.words for run in plain)}",
-        runs=tuple(run.folder.name for run in runs),
+        runs=tuple(run.folder.resolve() for run in runs),
         setting=first.setting,
         cores=cores,
         slowdown=slowdown,
@@ -364,18 +364,10 @@ def _while_computing(known: Rates, runs: Sequence[_Measured]) -> Link:
         took.append((alone - computing) / alone)
     each = np.maximum(0.0, np.linalg.lstsq(np.array(counts), np.array(took), rcond=None)[0])
     found = dict(zip(names, each.tolist(), strict=True))
-    words = ", ".join(
-        f"{found[name] * 1e3:.2g} ms per {'gather and rank' if name == FSDP.name else f'exchange ({name})'}"
-        for name in names
-    )
+    names_of_runs = f"run{'s' * (len(runs) > 1)} {', '.join(run.words for run in runs)}"
+    source = f"{known.link.source}; {_each(found)} in {names_of_runs}"
     gather_s = found.pop(FSDP.name, known.link.gather_s)
-    source = f"{known.link.source}; between busy ranks {words}: run{'s' * (len(runs) > 1)} "
-    return replace(
-        known.link,
-        exchange_s={**known.link.exchange_s, **found},
-        gather_s=gather_s,
-        source=source + ", ".join(run.words for run in runs),
-    )
+    return replace(known.link, exchange_s={**known.link.exchange_s, **found}, gather_s=gather_s, source=source)
 
 
 def _count(cost: Cost, name: str) -> int:
@@ -555,7 +547,16 @@ def measured_link(device_type: str) -> Link:
         return Link(math.inf, 0.0, free)
     best, least = max(row["gb_per_s"] for row in facts["rows"]), min(row["seconds"] for row in facts["rows"])
     known = f"measured between two ranks ({device_type}, {facts['date']})"
-    return Link(best * 1e9, least, f"{best:.3g} GB/s, {least * 1e6:.0f} µs per message, {known}")
+    source, busy = f"{best:.3g} GB/s, {least * 1e6:.0f} µs per message, {known}", facts.get("exchange_s", {})
+    if busy:  # not in the files of earlier versions
+        source += "; while they compute " + _each(busy | {FSDP.name: facts["gather_s"]})
+    return Link(best * 1e9, least, source, exchange_s=busy, gather_s=facts.get("gather_s"))
+
+
+def _each(seconds: Mapping[str, float]) -> str:
+    """Seconds of an exchange by lockstep axis, and of FSDP's gathers, in words."""
+    kinds_of = {name: f"exchange ({name})" for name in seconds} | {FSDP.name: "gather and rank"}
+    return ", ".join(f"{each * 1e3:.2g} ms per {kinds_of[name]}" for name, each in seconds.items())
 
 
 def is_plain(layout: Parallel) -> bool:
