@@ -45,7 +45,7 @@ def test_the_fit_comes_near_to_counting(fitted, exact, layout, video, mode):
     assert (near.exchanges_of, near.gathered, near.gathers) == (true.exchanges_of, true.gathered, true.gathers)
     found, known = fitted.room(config), exact.room(config)
     assert found.peak == pytest.approx(known.peak, rel=0.08 if layout.fsdp else 0.075)
-    assert found.needed == pytest.approx(known.needed, rel=0.05 if layout.tp == 1 else 0.06)
+    assert found.needed == pytest.approx(known.needed, rel=0.05 if layout.tp == 1 else 0.08)
 
 
 def test_two_videos_at_once_cost_twice_as_much(fitted):

@@ -53,12 +53,12 @@ def structure(
     """Make the denoisers of a run, or some of them, on the meta device, without values, cut and sharded."""
     made = models.skeletons(config, dtype, only)
     for denoiser in made.values():
-        if tp is not None:
+        if config.is_svd:
+            models.ready(config, denoiser)
+        if tp is not None:  # after the shortcuts, which know nothing of other ranks
             tensor.split(denoiser, tp, Patches())
         if mesh is not None:
             shard(denoiser, mesh, config.fsdp_cpu_offload)
-        if config.is_svd:
-            models.ready(config, denoiser)
     return nn.ModuleDict(made)
 
 

@@ -4,15 +4,17 @@ Attention is cut by heads, a feed-forward by the columns of its first layer and 
 channels between its convolutions. Each such layer ends with one all-reduce of partial sums. What the ranks do not
 divide stays whole.
 
-Resnets are cut because they gain most. A layer pays while the work it saves takes longer than its all-reduce of X bytes
-in half precision. With C channels, two ranks, a link of b bytes/s and f operations/s, work saved / time of the exchange
-is 9·C·b/f for a resnet's two 3×3 convolutions, 6·C·b/f for a feed-forward, 2·C·b/f for self-attention and its scores
-on top. At 25 GB/s and 60 TFLOP/s (320 to 1280 channels) that is 1.2 to 4.8, 0.8 to 3.2, 0.3 to 1.1; at 200 GB/s and
-300 TFLOP/s 1.9 to 7.7, at 0.9 GB/s at most 0.2. Temporal resnets stay whole: 3·C·b/f is below 1 where most of the work
-is, and `frames` splits them already.
+Resnets are cut because they gain most. A layer pays while the work it saves takes longer than its all-reduce. With C
+channels, two ranks, a link of b bytes/s and f operations/s in half precision, saved time / time of the exchange is
+9·C·b/f for a resnet's two 3×3 convolutions, 6·C·b/f for a feed-forward, and 2·C·b/f and more for attention. Of the
+published UNet at 14 × 72 × 128, resnets save 11.5 % of the operations for 1.5 GB sent in a step, feed-forwards 16 %
+for 4.4 GB, attention 5 % for 1.3 GB. Resnets alone bring a step at 60 TFLOP/s to 0.97 of one rank's time at 12 GB/s,
+where feed-forwards alone take 1.08; all together take 0.70 at 200 GB/s, 0.87 at 25, 1.07 at 12 and 6 at 0.9 GB/s.
+Temporal resnets stay whole: with 3·C·b/f they gain half as much as feed-forwards, and `frames` splits them already.
 
 Parameters are plain tensors, not DTensors: bytes are counted and lost ranks reported as on every axis, a rehearsal on
-the meta device needs no processes, and FSDP shards the pieces over a mesh of its own.
+the meta device needs no processes, and FSDP shards the pieces over a mesh of its own. On CPUs, a block of 192 channels
+and 128 tokens takes 5.5 ms so and 6.8 ms with DTensors; large blocks take the same.
 """
 
 from __future__ import annotations

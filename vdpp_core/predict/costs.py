@@ -204,8 +204,8 @@ def formula(config: RunConfig) -> dict[str, float]:
     Ulysses"). halo: 4·X·(N-1)/F per temporal resnet, whose two convolutions exchange the edge frames of each rank.
     statistics: N·(N-1) times mean and M2, 8 bytes per group and video, for two norms per resnet (merged as by Chan,
     Golub and LeVeque 1979). prediction: N·(N-1)·⌈F/N⌉ of its frames, an all-gather. All this for each rank of tp.
-    partial sums: 2·(N-1)·X for each attention, feed-forward and resnet that tp cuts, an all-reduce (Shoeybi et al.
-    2019, "Megatron-LM").
+    partial sums: 2·(N-1)·X for each self-attention, feed-forward and resnet that tp cuts, an all-reduce (Shoeybi et al.
+    2019, "Megatron-LM"). Cross-attention, whose output is constant, is summed in the first step alone.
     """
     layout = config.parallel or Parallel()
     ranks = layout.frames
@@ -249,7 +249,7 @@ def temporal_layers(model: str, model_id: str | None) -> dict[str, list[tuple[in
 
 class CutWeight(NamedTuple):
     """A weight of a UNet that tp cuts: its name, how often its block halves rows and columns, the shape of a rank's
-    piece, and whether its layer ends with an all-reduce."""
+    piece, and whether its layer ends with an all-reduce in every step."""
 
     name: str
     level: int
@@ -268,8 +268,9 @@ def cut_weights(model: str, model_id: str | None, tp: int) -> list[CutWeight]:
     unet = models.on_meta(_any_size(model, model_id), torch.float32)
     tensor.split(unet, Group(tp), Patches())
     levels = {id(parameter): level for level, block in _blocks(unet) for parameter in block.parameters()}
-    found = ((name, unet.get_parameter(name), piece.dim == 1) for name, piece in tensor.pieces_of(unet).items())
-    return [CutWeight(name, levels[id(one)], one.shape, summed) for name, one, summed in found if one.ndim > 1]
+    cut = ((name, unet.get_parameter(name), piece.dim == 1) for name, piece in tensor.pieces_of(unet).items())
+    found = ((name, one, by_rows and ".attn2." not in name) for name, one, by_rows in cut if one.ndim > 1)
+    return [CutWeight(name, levels[id(one)], one.shape, summed) for name, one, summed in found]
 
 
 def _blocks(unet: Any) -> list[tuple[int, Any]]:
@@ -306,14 +307,20 @@ def _counted(
     rehearsed = [trace.rehearse(denoiser, config.layout, member, calls) for denoiser in denoisers.values()]
     groups = [(axis, group) for each in rehearsed for axis, group in each.items()]
     stage = trace.before_step(config, denoisers, dtype, trace.Marks([]))
+
+    def step_again() -> None:
+        for _, group in groups:
+            group.sent.clear()
+            group.exchanges = 0
+        stage.denoise(0, range(first, first + 1), None)
+
     with trace.Remembering():
         if calls > 1:  # in the first step, both ranks compute both calls
-            stage.denoise(0, range(first, first + 1), None)
-            for _, group in groups:
-                group.sent.clear()
-                group.exchanges = 0
+            step_again()
         with FlopCounterMode(display=False) as counter:
-            stage.denoise(0, range(first, first + 1), None)
+            step_again()
+        if config.layout.tp > 1 and config.is_svd:  # only the first step sums what cross-attention makes of the image
+            step_again()
     sent, exchanged = Counter[str](), Counter[str]()
     for axis, group in groups:
         exchanged[axis] += group.exchanges

@@ -242,9 +242,8 @@ def _with_lockstep(config: RunConfig, capacity: float) -> list[str]:
     run = config.replace(fsdp_same_sample=False)
     for axis, ranks in sizes.items():
         layouts = [Parallel(**(layout.model_dump() | {axis: size})) for size in ranks]
-        if (
-            more := next((each for each in layouts if fit(run.replace(parallel=each), capacity).fits), None)
-        ) is not None:
+        fitting = (each for each in layouts if fit(run.replace(parallel=each), capacity).fits)
+        if (more := next(fitting, None)) is not None:
             found.append(f"--{axis} {more.sizes[axis]} on {more.world_size} ranks")
     return found
 

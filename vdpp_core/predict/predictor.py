@@ -1,6 +1,6 @@
 """Cost and memory of a rank for any layout, before it runs: counted on the meta device, or fitted for sliders.
 
-A new video takes half a minute to count for all layouts on eight GPUs, and the planner's sliders reach 28 800 videos.
+A new video takes a minute to count for all layouts on eight GPUs, and the planner's sliders reach 28 800 videos.
 No grid of counted videos can be prepared in the seconds that a notebook has, so the fast path is a fit to thirteen of
 them. It uses what is known of the UNet: with F frames of P positions (rows × columns of the latents), the operations of
 a pass are a sum of convolutions and linear layers (F·P), spatial attention (F·P²), temporal attention (F²·P), and the
