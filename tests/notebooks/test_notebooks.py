@@ -97,7 +97,7 @@ def test_every_slider_of_the_planner_moves_to_both_ends_and_says_what_cannot_be(
 
 def test_the_planner_predicts_published_times_and_runs_of_this_machine(executed: Callable[[str], Any]):
     shown = texts(executed("04_planner"))
-    assert "one A5000 at 14 × 72 × 128; checked against 17 measurements: 9 in 10 within " in shown
+    assert "one A5000 at 14 × 72 × 128; checked against 16 measurements: 9 in 10 within " in shown
     assert re.search(r"<th>4</th>\s*<td>0.409</td>\s*<td>0.4094</td>", shown)  # ⌈14/4⌉ rounds
     assert "error of the makespan, median" in shown
     assert "47 figures, 20 hold" in shown

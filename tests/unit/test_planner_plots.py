@@ -108,5 +108,5 @@ def test_predictions_stand_against_measurements():
         assert np.array(points) == pytest.approx(np.array(known))
         assert name in panel.get_xlabel()
         assert "(s)" in panel.get_ylabel()
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    labels = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
     assert labels == ["within 15%", "one rank, calibrated on", "step pipeline (pp)", "data parallel (dp)"]

@@ -28,8 +28,8 @@ from vdpp_core.predict import costs
 
 SIZES = [4**power for power in range(1, 14)]
 ROUNDS = 15
-PASSES = 7
-VIDEO = (1, 4, 8, 16, 16)  # of the forward passes: a quarter of a second
+PASSES = 5
+VIDEO = (1, 4, 4, 16, 16)  # of the forward passes: a tenth of a second
 
 
 def one_way_s(world: World, size: int) -> float:

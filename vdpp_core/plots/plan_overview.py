@@ -127,7 +127,7 @@ def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figur
     Args:
         table: as of `vdpp_core.predict.accuracy.against_runs`; the runs calibrated on are hollow.
     """
-    figure, axes = new_figure((1, 2), (10, 4.2), title, small_print)
+    figure, axes = new_figure((1, 2), (11.5, 4.3), title, small_print)
     axes_of = [axis_of(_layout(row)) for _, row in table.iterrows()]
     for panel, name in zip(axes[0], ("makespan", "latency"), strict=True):
         known, predicted = table[f"{name}_s"], table[f"predicted_{name}_s"]
@@ -154,6 +154,7 @@ def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figur
         panel.set_xlabel(f"measured {'mean ' * (name == 'latency')}{name} (s)")
         panel.set_ylabel(f"predicted {'mean ' * (name == 'latency')}{name} (s)")
         errors = (predicted / known - 1)[~table["calibrated on"]].tolist()
-        panel.set_title(f"{name} {how_far_off(errors)}", fontsize=8.5, loc="left", fontweight="normal")
-    axes[0, 0].legend(fontsize=7.5, loc="lower right")
+        words = textwrap.wrap(f"{name} {how_far_off(errors)}", 64)
+        panel.set_title("\n".join(words), fontsize=8.5, loc="left", fontweight="normal")
+    axes[0, 1].legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0)
     return figure
