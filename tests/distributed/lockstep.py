@@ -86,7 +86,7 @@ def errors(layout: Parallel, dtype: torch.dtype, several: list[tuple[int, tuple[
         try:
             vdpp_core.restore(unet)
         except ValueError as error:
-            return {"errors": found, "same_afterwards": "stay in pieces" in str(error)}
+            return {"errors": found, "same_afterwards": "stays in pieces" in str(error)}
     vdpp_core.restore(unet)
     again = unet(**inputs(*cases[0], dtype)).sample
     return {"errors": found, "same_afterwards": torch.equal(again, of_this_rank(*cases[0], dtype))}
