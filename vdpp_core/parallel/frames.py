@@ -236,6 +236,7 @@ class Frames:
         Returns:
             The result, and that of the neighbouring frames before and after, each (B, C, H, W) or None.
         """
+        hidden = hidden.contiguous()  # once for both: SVD's frames come before its channels in memory
         own = _statistics(norm, hidden, self.weights.dtype)
         gathered, *edges = self.group.all_gather_with_edges(own, hidden[:, :, 0], hidden[:, :, -1], name)
         moments = self._moments(norm, hidden, gathered)
