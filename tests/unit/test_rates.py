@@ -303,7 +303,6 @@ def test_runs_that_communicate_say_what_an_exchange_takes_on_their_axis(written)
         together.append(written(axis, np.full(32, step_s), Parallel(**{axis: 2})))
     known = rates.from_run([*together, plain])
     assert known.link.exchange_s == pytest.approx(OF_AN_EXCHANGE, rel=1e-3)
-    assert known.link.gather_s is None
     assert known.source == "measured: run plain"
     assert known.link.source.endswith("; 5 ms per exchange (cfg), 2 ms per exchange (frames) in runs cfg, frames")
     assert accuracy.against_runs([*together, plain], known)["error"].abs().max() < 1e-6
@@ -325,11 +324,13 @@ def test_only_runs_in_one_setting_are_calibrated_on_together(run, written):
         rates.from_run([run, other])
 
 
-def test_gathers_take_as_long_as_there_are_ranks_and_wait_for_computing_on_a_cpu():
-    config = TINY.replace(parallel=Parallel(dp=2, fsdp=True))
-    cost, link = costs.cost(config), Link(math.inf, gather_s=1e-3)
-    computing, gathering = cost.flops / 1e9, cost.gathers * 2e-3
-    assert cost.shards == 2
+@pytest.mark.parametrize(("dp", "waits"), [(2, 1), (4, 25 / 18)])
+def test_gathers_wait_for_the_slowest_rank_and_on_a_cpu_for_computing(dp, waits):
+    cost, link = (
+        costs.cost(TINY.replace(parallel=Parallel(dp=dp, fsdp=True))),
+        Link(math.inf, exchange_s={"fsdp": 5e-3}),
+    )
+    computing, gathering = cost.flops / 1e9, cost.gathers * 5e-3 * waits
     assert rates.seconds(cost, Rates(1e9, link, cores=2)) == pytest.approx(computing + gathering)
     assert rates.seconds(cost, Rates(1e9, link)) == pytest.approx(max(computing, gathering))
 
@@ -368,11 +369,11 @@ def test_the_measured_link_also_of_an_earlier_version(tmp_path, monkeypatch):
     rates.link_path("cpu").parent.mkdir(parents=True)
     rates.link_path("cpu").write_text(json.dumps(facts))
     link = rates.measured_link("cpu")
-    assert (link.bytes_per_s, link.latency_s, link.exchange_s, link.gather_s) == (2e9, 1e-5, {}, None)
-    rates.link_path("cpu").write_text(json.dumps(facts | {"exchange_s": {"frames": 2e-3}, "gather_s": 1e-3}))
+    assert (link.bytes_per_s, link.latency_s, link.exchange_s) == (2e9, 1e-5, {})
+    rates.link_path("cpu").write_text(json.dumps(facts | {"exchange_s": {"frames": 2e-3, "fsdp": 1e-3}}))
     link = rates.measured_link("cpu")
-    assert (link.exchange_s, link.gather_s) == ({"frames": 2e-3}, 1e-3)
-    assert link.source.endswith("; while they compute 2 ms per exchange (frames), 1 ms per gather and rank")
+    assert link.exchange_s == {"frames": 2e-3, "fsdp": 1e-3}
+    assert link.source.endswith("; while they compute 2 ms per exchange (frames), 1 ms per gather")
 
 
 @pytest.mark.parametrize("hiccup", [0.5, 1.9])

@@ -3,7 +3,7 @@
 Ping-pong of messages from 4 bytes to 64 MB between ranks 0 and 1. On a CPU, the ranks then split forward passes of the
 small model, because an exchange between ranks that compute takes longer: they wake up, wait for the slower one, and
 have smaller tensors. Rank 0 prints a JSON object: `rows` with bytes, seconds one way (median) and bandwidth in GB/s
-(1e9 bytes) of each size; `exchange_s` and `gather_s` as of `vdpp_core.predict.rates.Link`.
+(1e9 bytes) of each size, and `exchange_s` as of `vdpp_core.predict.rates.Link`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,16 +20,16 @@ import torch.distributed as dist
 
 from vdpp_core import models
 from vdpp_core.config import Parallel, RunConfig
-from vdpp_core.config.axes import LOCKSTEP_NAMES
+from vdpp_core.config.axes import FSDP, LOCKSTEP_NAMES
 from vdpp_core.config.execution import resolve
-from vdpp_core.parallel.parallelize import parallelize, restore
+from vdpp_core.parallel.parallelize import parallelize
 from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.parallel.world import World, joined
 from vdpp_core.predict import costs
 
 SIZES = [4**power for power in range(1, 14)]
 ROUNDS = 15
-PASSES = 5
+PASSES = 5  # alternately split and alone
 VIDEO = (1, 4, 4, 16, 16)  # of the forward passes: a tenth of a second
 
 
@@ -50,28 +51,28 @@ def one_way_s(world: World, size: int) -> float:
     return median(trips[2:]) / 2
 
 
-def while_computing(world: World, bytes_per_s: float) -> dict[str, Any]:
-    """Seconds of an exchange on each lockstep axis, and of a gather for each rank, besides their bytes.
+def while_computing(world: World, bytes_per_s: float) -> dict[str, float]:
+    """Lockstep axis, or "fsdp" -> seconds of an exchange or a gather besides its bytes.
 
     A forward pass on both ranks takes that much longer than the rank's share of the operations.
     """
     config = RunConfig(latent_shape=VIDEO, device="cpu", threads=1, parallel=Parallel())
-    unet = models.load(config, world.device, torch.float32)
-    whole, alone, extra = costs.cost(config), _pass_s(world, unet), {}
-    for name in (*LOCKSTEP_NAMES, "fsdp"):
-        layout = Parallel(dp=2, fsdp=True) if name == "fsdp" else Parallel(**{name: 2})
+    load, whole, extra = partial(models.load, config, world.device, torch.float32), costs.cost(config), {}
+    alone = load()
+    for name in (*LOCKSTEP_NAMES, FSDP.name):
+        layout = Parallel(dp=2, fsdp=True) if name == FSDP.name else Parallel(**{name: 2})
         own = costs.cost(config.replace(parallel=layout))
-        parallelize(unet, layout.mesh("cpu"), layout.fsdp)
-        moved = (sum(own.sent.values()) + own.gathered) / bytes_per_s
-        count = own.exchanges + own.gathers * own.shards
-        extra[name] = max(0.0, _pass_s(world, unet) - alone * own.flops / whole.flops - moved) / count
-        restore(unet)
-    return {"gather_s": extra.pop("fsdp"), "exchange_s": extra}
+        split = parallelize(load(), layout.mesh("cpu"), layout.fsdp)
+        pairs = [(_pass_s(world, split), _pass_s(world, alone)) for _ in range(1 + PASSES)]
+        took = median(one - other * own.flops / whole.flops for one, other in pairs[1:])
+        took -= (sum(own.sent.values()) + own.gathered) / bytes_per_s
+        extra[name] = max(0.0, took) / (own.exchanges + own.gathers)
+    return extra
 
 
 @torch.no_grad()
 def _pass_s(world: World, unet: Any) -> float:
-    """Seconds of a forward pass of both guidance passes, median of PASSES after an untimed one."""
+    """Seconds of a forward pass of both guidance passes."""
     batch, frames, *size = 2, VIDEO[2], *VIDEO[3:]
     given = {
         "sample": torch.zeros(batch, frames, 2 * VIDEO[1], *size),
@@ -79,13 +80,10 @@ def _pass_s(world: World, unet: Any) -> float:
         "encoder_hidden_states": torch.zeros(batch, 1, unet.config.cross_attention_dim),
         "added_time_ids": torch.zeros(batch, 3),
     }
-    took = []
-    for _ in range(1 + PASSES):
-        world.barrier()
-        began = time.perf_counter()
-        unet(**given)
-        took.append(time.perf_counter() - began)
-    return median(took[1:])
+    world.barrier()
+    began = time.perf_counter()
+    unet(**given)
+    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -96,9 +94,11 @@ def main() -> None:
         for _ in range(20):
             one_way_s(world, SIZES[0])  # opens the connection and wakes the cores
         seconds = {size: one_way_s(world, size) for size in SIZES}
-        found = {"rows": [{"bytes": size, "seconds": s, "gb_per_s": size / s / 1e9} for size, s in seconds.items()]}
+        found: dict[str, Any] = {
+            "rows": [{"bytes": size, "seconds": s, "gb_per_s": size / s / 1e9} for size, s in seconds.items()]
+        }
         if world.device.type == "cpu":
-            found |= while_computing(world, max(size / s for size, s in seconds.items()))
+            found["exchange_s"] = while_computing(world, max(size / s for size, s in seconds.items()))
     if world.rank == 0:
         print(json.dumps(found))
 

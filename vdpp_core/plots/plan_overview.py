@@ -154,7 +154,7 @@ def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figur
         panel.set_xlabel(f"measured {'mean ' * (name == 'latency')}{name} (s)")
         panel.set_ylabel(f"predicted {'mean ' * (name == 'latency')}{name} (s)")
         errors = (predicted / known - 1)[~table["calibrated on"]].tolist()
-        words = textwrap.wrap(f"{name} {how_far_off(errors)}", 64)
-        panel.set_title("\n".join(words), fontsize=8.5, loc="left", fontweight="normal")
+        far = textwrap.fill(f"{name} {how_far_off(errors)}", 64)
+        panel.set_title(far, fontsize=8.5, loc="left", fontweight="normal")
     axes[0, 1].legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0)
     return figure

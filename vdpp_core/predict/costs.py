@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vdpp_core import models
 from vdpp_core.config import ConfigError, RunConfig
+from vdpp_core.config.axes import FSDP
 from vdpp_core.config.execution import resolve
 from vdpp_core.config.layout import Parallel
 from vdpp_core.models.patches import Patches
@@ -35,7 +36,7 @@ class Cost:
         exchanges_of: lockstep axis -> the number of collectives that carry them.
         gathered: bytes of parameters that FSDP gathers from other ranks (Zhao et al. 2023, "PyTorch FSDP").
         gathers: the number of all-gathers that carry them.
-        shards: the ranks that they are gathered from, this one included.
+        ranks: lockstep axis, or "fsdp" -> how many ranks meet in an exchange or a gather.
     """
 
     flops: int
@@ -43,7 +44,7 @@ class Cost:
     exchanges_of: dict[str, int]
     gathered: int
     gathers: int
-    shards: int = 1
+    ranks: dict[str, int] = field(default_factory=dict)
 
     @property
     def exchanges(self) -> int:
@@ -96,7 +97,12 @@ def _with_expert(config: RunConfig, name: str | None, shards: int, member: int |
     if member is None and (config.parallel or Parallel()).frames > 2 and "halo" in sent:
         sent["halo"] *= 2
     exchanges_of = {axis: config.calls_per_step * count for axis, count in exchanged.items()}
-    return Cost(flops, sent, exchanges_of, *gathering(config, shards, name))
+    return Cost(flops, sent, exchanges_of, *gathering(config, shards, name), meeting(config, shards))
+
+
+def meeting(config: RunConfig, shards: int) -> dict[str, int]:
+    """Lockstep axis, or "fsdp" -> how many ranks meet in an exchange or a gather."""
+    return {**(config.parallel or Parallel()).lockstep_sizes, FSDP.name: shards}
 
 
 def _mean(costs: list[Cost], steps: list[int]) -> Cost:
@@ -115,12 +121,12 @@ def _mean(costs: list[Cost], steps: list[int]) -> Cost:
         of_each([cost.exchanges_of for cost in costs]),
         gathered=of([cost.gathered for cost in costs]),
         gathers=of([cost.gathers for cost in costs]),
-        shards=costs[0].shards,
+        ranks=costs[0].ranks,
     )
 
 
-def gathering(config: RunConfig, shards: int | None = None, name: str | None = None) -> tuple[int, int, int]:
-    """Bytes of parameters that a rank gathers in a step with FSDP, the number of all-gathers, and of ranks in each.
+def gathering(config: RunConfig, shards: int | None = None, name: str | None = None) -> tuple[int, int]:
+    """Bytes of parameters that a rank gathers in a step with FSDP, and the number of all-gathers.
 
     (N−1)/N of the parameters per pass (ZeRO stage 3, Rajbhandari et al. 2020).
 
@@ -130,12 +136,12 @@ def gathering(config: RunConfig, shards: int | None = None, name: str | None = N
     """
     shards = (config.parallel or Parallel()).shards if shards is None else shards
     if shards == 1:
-        return 0, 0, 1
+        return 0, 0
     units = _units(config.model, config.model_id, resolve(config).dtype, (config.parallel or Parallel()).tp)
     whole, pieces = map(sum, zip(*(units.values() if name is None else [units[name]]), strict=True))
     dtype = resolve(config).dtype
     calls = config.calls_per_step if config.is_svd else trace.calls_per_step(memory.alike(config), dtype)
-    return calls * whole * (shards - 1) // shards, calls * pieces, shards
+    return calls * whole * (shards - 1) // shards, calls * pieces
 
 
 def parameters(config: RunConfig) -> int:

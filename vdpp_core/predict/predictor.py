@@ -160,7 +160,8 @@ class _Fit:
         axes = {axis: size for axis, size in layout.lockstep_sizes.items() if size > 1}
         sent = {kind: int(size) for axis in axes for kind, size in SENT[axis](config).items()}
         exchanges_of = {axis: config.calls_per_step * self.exchanges[axis](size) for axis, size in axes.items()}
-        return Cost(int(flops), sent, exchanges_of, *costs.gathering(config))
+        ranks = costs.meeting(config, layout.shards)
+        return Cost(int(flops), sent, exchanges_of, *costs.gathering(config), ranks)
 
     def room(self, config: RunConfig) -> Room:
         """For one sample, without communicators."""

@@ -47,9 +47,9 @@ class Link:
         latency_s: seconds that every message takes besides.
         source: where these are from, in words.
         on: the published row they are calibrated on.
-        exchange_s: lockstep axis -> seconds that an exchange takes besides its bytes between ranks that compute, which
-            wake up, wait for the slowest and have smaller tensors; `latency_s` for axes of which that is not known.
-        gather_s: the same for FSDP's gathers, for each of the ranks that a gather is from; None where it is not known.
+        exchange_s: lockstep axis, or "fsdp" -> seconds that an exchange of two ranks, or a gather, takes besides its
+            bytes while they compute: they wake up, wait for the slower one and have smaller tensors. `latency_s` for
+            those of which that is not known.
 
     Raises:
         ConfigError: it carries nothing, or takes less than no time.
@@ -60,7 +60,6 @@ class Link:
     source: str = "given"
     on: int | None = None
     exchange_s: Mapping[str, float] = field(default_factory=dict)
-    gather_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s >= 1:
@@ -75,13 +74,22 @@ class Link:
 
     def exchanging(self, cost: Cost) -> float:
         """Seconds for the exchanges of a step within its lockstep group."""
-        each = (count * self.exchange_s.get(axis, self.latency_s) for axis, count in cost.exchanges_of.items())
-        return sum(each) + sum(cost.sent.values()) / self.bytes_per_s
+        meetings = sum(count * self._meeting_s(cost, axis) for axis, count in cost.exchanges_of.items())
+        return meetings + sum(cost.sent.values()) / self.bytes_per_s
 
     def gathering(self, cost: Cost) -> float:
         """Seconds for the parameters that FSDP gathers in a step."""
-        each = self.latency_s if self.gather_s is None else self.gather_s * cost.shards
-        return cost.gathers * each + cost.gathered / self.bytes_per_s
+        return cost.gathers * self._meeting_s(cost, FSDP.name) + cost.gathered / self.bytes_per_s
+
+    def _meeting_s(self, cost: Cost, name: str) -> float:
+        known = self.exchange_s.get(name)
+        return self.latency_s if known is None else known * longest_wait(cost.ranks.get(name, 2))
+
+
+def longest_wait(ranks: int) -> float:
+    """How long so many ranks wait for the slowest of them, in waits of two: the expected longest of N exponential
+    waits grows as 1 + 1/2 + … + 1/N."""
+    return sum(1 / rank for rank in range(1, ranks + 1)) / 1.5
 
 
 @checked_dataclass
@@ -352,7 +360,7 @@ def _while_computing(known: Rates, runs: Sequence[_Measured]) -> Link:
 
     Least squares: what a step took longer is the sum of its exchanges of each axis and of its gathers.
     """
-    free = replace(known.link, latency_s=0.0, exchange_s={}, gather_s=0.0)
+    free = replace(known.link, latency_s=0.0, exchange_s={})
     names = sorted({axis for run in runs for cost in run.cost for axis in cost.exchanges_of})
     if any(cost.gathers for run in runs for cost in run.cost):
         names.append(FSDP.name)
@@ -366,13 +374,13 @@ def _while_computing(known: Rates, runs: Sequence[_Measured]) -> Link:
     found = dict(zip(names, each.tolist(), strict=True))
     names_of_runs = f"run{'s' * (len(runs) > 1)} {', '.join(run.words for run in runs)}"
     source = f"{known.link.source}; {_each(found)} in {names_of_runs}"
-    gather_s = found.pop(FSDP.name, known.link.gather_s)
-    return replace(known.link, exchange_s={**known.link.exchange_s, **found}, gather_s=gather_s, source=source)
+    return replace(known.link, exchange_s={**known.link.exchange_s, **found}, source=source)
 
 
-def _count(cost: Cost, name: str) -> int:
-    """The exchanges of an axis in a step; of FSDP, the gathers times the ranks that each is from."""
-    return cost.gathers * cost.shards if name == FSDP.name else cost.exchanges_of.get(name, 0)
+def _count(cost: Cost, name: str) -> float:
+    """The exchanges of an axis in a step, or FSDP's gathers, in such of two ranks."""
+    count = cost.gathers if name == FSDP.name else cost.exchanges_of.get(name, 0)
+    return count * longest_wait(cost.ranks.get(name, 2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -549,13 +557,13 @@ def measured_link(device_type: str) -> Link:
     known = f"measured between two ranks ({device_type}, {facts['date']})"
     source, busy = f"{best:.3g} GB/s, {least * 1e6:.0f} µs per message, {known}", facts.get("exchange_s", {})
     if busy:  # not in the files of earlier versions
-        source += "; while they compute " + _each(busy | {FSDP.name: facts["gather_s"]})
-    return Link(best * 1e9, least, source, exchange_s=busy, gather_s=facts.get("gather_s"))
+        source += f"; while they compute {_each(busy)}"
+    return Link(best * 1e9, least, source, exchange_s=busy)
 
 
 def _each(seconds: Mapping[str, float]) -> str:
-    """Seconds of an exchange by lockstep axis, and of FSDP's gathers, in words."""
-    kinds_of = {name: f"exchange ({name})" for name in seconds} | {FSDP.name: "gather and rank"}
+    """`Link.exchange_s` in words."""
+    kinds_of = {name: f"exchange ({name})" for name in seconds} | {FSDP.name: "gather"}
     return ", ".join(f"{each * 1e3:.2g} ms per {kinds_of[name]}" for name, each in seconds.items())
 
 
