@@ -292,7 +292,7 @@ def test_dry_it_prints_its_plan_and_runs_nothing(
     assert check.main(["--dry"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "7 × NVIDIA RTX A5000, compute capability 8.6, 23.68 GiB: 13 runs in fp16, nothing is run now"
-    assert lines[7] == "  7  25 × 160 × 288, 1 rank, sequential: oom expected, peak 23.057 GB predicted"
+    assert lines[7] == "  7  25 × 160 × 288, 1 rank, sequential: oom expected, peak 23.021 GB predicted"
     assert lines[11] == " 11  25 × 160 × 288, dp 7 × fsdp, sequential: ok expected, peak 20.455 GB predicted"
     assert lines[14].startswith("peers: python -m vdpp_core peers --json --world-size 7 --model svd")
     assert lines[15].startswith("left out: 25 × 160 × 288, 1 rank, batched: 45.1 GiB needed, 23.7 GiB there")

@@ -57,7 +57,7 @@ NUMBERS = [
     "swap_s",
     "swaps",
 ]
-SWAPS = ("host", "disk")
+SWAPS = {"host": "host memory", "disk": "disk"}  # an expert that takes the place of another
 MODES = get_args(RunConfig.model_fields["guidance_mode"].annotation)
 
 
@@ -170,10 +170,10 @@ def rivals(table: pd.DataFrame) -> pd.DataFrame:
 def _way(row: pd.Series) -> str:
     """How the ranks of a layout hold the experts."""
     if row["swap"]:
-        return f"one expert at a time, from {row['swap']}" + ", samples batched" * (row["swap_batch"] > 1)
-    if row["pp"] > 1:
-        return "step pipeline" + ", sharded" * row["fsdp"]
-    return "all experts on every rank" + ", sharded" * row["fsdp"]
+        words = f"one expert at a time, from {SWAPS[row['swap']]}" + ", samples batched" * (row["swap_batch"] > 1)
+    else:
+        words = "step pipeline" if row["pp"] > 1 else "all experts on every rank"
+    return words + ", tensor parallel" * (row["tp"] > 1) + ", sharded" * row["fsdp"]
 
 
 def look(
@@ -255,13 +255,13 @@ def candidates(config: RunConfig, gpus: int) -> Iterator[Way]:
 
 
 def layouts(gpus: int) -> Iterator[Parallel]:
-    """All layouts on up to `gpus` GPUs, with and without sharding where a stage has several ranks."""
+    """All layouts on up to `gpus` GPUs, with and without sharding where several ranks hold the same parameters."""
     for sizes in itertools.product(*(range(1, min(gpus, axis.most) + 1) for axis in AXES)):
         if math.prod(sizes) <= gpus:
             layout = dict(zip(AXIS_NAMES, sizes, strict=True))
             yield Parallel(**layout)
-            if math.prod(sizes) > layout["pp"]:
-                yield Parallel(**layout, fsdp=True)
+            if (sharded := Parallel(**layout, fsdp=True)).shards > 1:
+                yield sharded
 
 
 def check(config: RunConfig, gpus: int, goal: str, capacity_gib: float | None) -> None:
