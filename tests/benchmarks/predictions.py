@@ -1,8 +1,8 @@
-"""Every axis and their pairs predicted from four runs: python -m tests.benchmarks.predictions FIGURE [--part K/N]
+"""Every axis and their pairs predicted from five runs: python -m tests.benchmarks.predictions FIGURE [--part K/N]
 
 Runs of the small model on CPU ranks, two video sizes, up to four ranks. Computing is calibrated on one run, exchanges
 and gathers on one run of each axis that communicates; these are not counted. Makespan and mean latency of all others
-are compared with the predictions. The figure is saved to FIGURE. Nothing else should run on the machine, for about four
+are compared with the predictions. The figure is saved to FIGURE. Nothing else should run on the machine, for about five
 minutes; `--part 1/3` to `--part 3/3` record a third each into the same folder of runs, and the last one compares.
 """
 
@@ -30,9 +30,10 @@ AXES = {  # an axis on two ranks -> how
     "dp 2": Parallel(dp=2),
     "cfg 2": Parallel(cfg=2),
     "frames 2": Parallel(frames=2),
+    "tp 2": Parallel(tp=2),
     "fsdp 2": Parallel(dp=2, fsdp=True),
 }
-CALIBRATED = ("pp 2", "cfg 2", "frames 2", "fsdp 2")  # on the small video
+CALIBRATED = ("pp 2", "cfg 2", "frames 2", "tp 2", "fsdp 2")  # on the small video
 LAYOUTS = {
     "1 rank": Parallel(),
     **AXES,
@@ -43,6 +44,10 @@ LAYOUTS = {
     "pp 2, cfg 2": Parallel(pp=2, cfg=2),
     "pp 2, frames 2": Parallel(pp=2, frames=2),
     "cfg 2, frames 2": Parallel(cfg=2, frames=2),
+    "dp 2, tp 2": Parallel(dp=2, tp=2),
+    "pp 2, tp 2": Parallel(pp=2, tp=2),
+    "cfg 2, tp 2": Parallel(cfg=2, tp=2),
+    "frames 2, tp 2": Parallel(frames=2, tp=2),
     "pp 2, fsdp 2": Parallel(dp=2, pp=2, fsdp=True),
     "cfg 2, fsdp": Parallel(cfg=2, fsdp=True),
     "frames 2, fsdp": Parallel(frames=2, fsdp=True),

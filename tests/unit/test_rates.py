@@ -207,7 +207,7 @@ def test_what_cannot_be_calibrated_on(run, tmp_path):
     together = runfolder.create(RunConfig.read(run).replace(output_dir=tmp_path / "f", parallel=Parallel(frames=2)))
     result = Run(run).result() | {"parallel": Parallel(frames=2).model_dump()}
     (together / "result.json").write_text(json.dumps(result))
-    with pytest.raises(ConfigError, match="must be without cfg, frames and fsdp, not frames 2"):
+    with pytest.raises(ConfigError, match="must be without cfg, frames, tp and fsdp, not frames 2"):
         rates.from_run(together)
     with pytest.raises(ConfigError, match=r"row 4: must be a published run of one card that finished: \(1, 2, 3\)"):
         published.rates(4)
@@ -312,7 +312,7 @@ def test_runs_that_communicate_say_what_an_exchange_takes_on_their_axis(written)
     )
     given = rates.from_run([plain, *together], Link(1e9, 1e-5))
     assert (given.link.bytes_per_s, given.link.exchange_s) == (1e9, {})
-    with pytest.raises(ConfigError, match="must be without cfg, frames and fsdp, not cfg 2, or beside such a run"):
+    with pytest.raises(ConfigError, match="must be without cfg, frames, tp and fsdp, not cfg 2, or beside such a run"):
         rates.from_run(together)
 
 

@@ -106,7 +106,7 @@ def among(folders: Sequence[Path]) -> pd.DataFrame:
 
 
 def to_calibrate_on(runs: Mapping[Path, RunConfig]) -> list[Path]:
-    """The runs of one setting to calibrate on: one without cfg, frames and FSDP, and one for each of these that has
+    """The runs of one setting to calibrate on: one without cfg, frames, tp and FSDP, and one for each of these that has
     nothing else; none where there is no such first one.
 
     Those with most samples are preferred, at first on a step pipeline, whose ranks are alone for a while and so show

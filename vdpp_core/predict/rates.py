@@ -306,8 +306,8 @@ def _mean_while(start: Array, end: Array, members: ArrayLike, of: Callable[[Arra
 def from_run(folder: Path | Sequence[Path], link: Link | None = None, though_disturbed: bool = False) -> Rates:
     """Rates of the ranks of finished runs in one setting, including what happens between steps, excluding hiccups.
 
-    Runs without cfg, frames and FSDP give the speed of computing and, on a CPU, by how much busy ranks slow each other
-    down, where some were alone for a while. The others give what an exchange or a gather takes between ranks that
+    Runs without cfg, frames, tp and FSDP give the speed of computing and, on a CPU, by how much busy ranks slow each
+    other down, where some were alone for a while. The others give what an exchange or a gather takes between ranks that
     compute, on their axes. Where ranks of other runs were busy on the machine, the source says so: that is its speed
     next to them.
 
@@ -319,12 +319,12 @@ def from_run(folder: Path | Sequence[Path], link: Link | None = None, though_dis
 
     Raises:
         ConfigError: a run did not finish or was disturbed, its model is gone, it is in another setting than the first,
-            or none of the runs is without cfg, frames and FSDP.
+            or none of the runs is without cfg, frames, tp and FSDP.
     """
     folders: Any = folder if isinstance(folder, list | tuple) and folder else [folder]
     ended = [(each, *finished(each, though_disturbed)) for each in folders]
     if not any(is_plain(config.layout) for _, config, _ in ended):
-        allowed = f"must be without cfg, frames and fsdp, not {ended[0][1].layout}, or beside such a run"
+        allowed = f"must be without cfg, frames, tp and fsdp, not {ended[0][1].layout}, or beside such a run"
         raise ConfigError("calibrate", ended[0][0], allowed)
     runs = [_Measured.of(*each) for each in ended]
     for run in runs:
@@ -568,7 +568,7 @@ def _each(seconds: Mapping[str, float]) -> str:
 
 
 def is_plain(layout: Parallel) -> bool:
-    """Whether every rank computes its steps alone: no cfg, frames or FSDP."""
+    """Whether every rank computes its steps alone: no cfg, frames, tp or FSDP."""
     return layout.lockstep == 1 and not layout.fsdp
 
 
