@@ -157,6 +157,9 @@ core_lines = st.one_of(
         lambda line: (line[0], ["--gpus", "2", *line[1]])
     ),
     st.tuples(st.just("plan"), _flags([*PLAN, "poisson"], PLAN, SWITCHES)),
+    st.tuples(st.just("plan"), _flags(["capacity_gib", "goal", "link_us", "top"], PLAN, SWITCHES)).map(
+        lambda line: (line[0], ["--gpus", "2", "--model", "dummy", *line[1]])
+    ),
     st.tuples(st.just("peers"), _flags([*RUN_NAMES, "world_size", "repeats"], {"repeats": ["1", "3"]}, SWITCHES)),
     st.tuples(st.just("run"), st.lists(_runs, max_size=3)),
     st.tuples(_texts, _run_flags),

@@ -203,6 +203,12 @@ def test_the_documents_hardest_video_on_seven_cards_is_soonest_by_frames():
     assert by_frames["peak_gib"] < fsdp["peak_gib"]
 
 
+def test_a_plan_says_so_where_decoding_is_what_does_not_fit():
+    config = SVD.replace(command="generate", random_weights=False, latent_shape=(1, 4, 4, 160, 288))
+    table = advise(config, 1, "latency", CARD, capacity_gib=24)
+    assert table["reason"][0].endswith("decoding 4 frames at once; --decode-chunk-size 1 needs least")
+
+
 @pytest.mark.slow
 def test_the_documents_comparison_is_won_by_seven_replicas(capsys):
     flags = "--model svd --latent-shape 1 4 14 40 72 --num-samples 14 --guidance-scale 1 --goal throughput"

@@ -116,3 +116,19 @@ def test_taken_back(plain, spared):
     assert same(plain, spared, given)
     assert "forward" not in vars(spared) | vars(spared.mid_block.attentions[0].transformer_blocks[0].attn2)
     assert spared.state_dict().keys() == plain.state_dict().keys()
+
+
+@torch.no_grad()
+def test_weights_that_are_changed_in_place_count(plain, spared):
+    plain, given = copy.deepcopy(plain), arguments(1)
+    spared(**given)
+    for unet in (plain, spared):
+        unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_v.weight.mul_(1.5)
+    assert same(plain, spared, given)
+
+
+@torch.no_grad()
+def test_an_attention_is_called_by_itself(plain, spared):
+    plain, spared = (unet.mid_block.attentions[0].transformer_blocks[0].attn2 for unet in (plain, spared))
+    hidden, context = torch.randn(2, 9, plain.to_q.in_features), torch.randn(2, 1, 32)
+    assert torch.equal(spared(hidden, context), plain(hidden, context))

@@ -320,7 +320,7 @@ def test_only_runs_in_one_setting_are_calibrated_on_together(run, written):
     other = written("plain", np.full(32, STEP_S))
     result = Run(other).result() | {"dtype": "float16"}
     (other / "result.json").write_text(json.dumps(result))
-    with pytest.raises(ConfigError, match=r"plain: must be like of-three: tiny on "):
+    with pytest.raises(ConfigError, match=r"plain: was in another setting \(tiny on "):
         rates.from_run([run, other])
 
 
@@ -461,3 +461,11 @@ def test_what_cannot_be_is_one_line(wrong, line):
     with pytest.raises(ConfigError) as error:
         wrong()
     assert str(error.value).startswith(line)
+
+
+def test_what_exchanges_take_is_not_negative():
+    counts = np.array([[1.0, 0.0], [1.0, 1.0], [2.0, 1.0]])
+    assert rates._not_negative(counts, counts @ [2.0, 3.0]) == pytest.approx([2.0, 3.0])
+    found = rates._not_negative(counts, counts @ [2.0, -0.5])
+    assert found[1] == 0
+    assert found[0] == pytest.approx(np.linalg.lstsq(counts[:, :1], counts @ [2.0, -0.5], rcond=None)[0][0])

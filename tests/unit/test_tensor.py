@@ -132,7 +132,7 @@ def test_what_stays_whole_is_said(ranks, words):
 
 def test_what_cannot_be_cut_is_refused():
     unet = models.on_meta(MEDIUM, torch.float32)
-    with pytest.raises(ConfigError, match=r"^tp 7: must divide something of UNetSpatioTemporalConditionModel, which "):
+    with pytest.raises(ConfigError, match=r"^tp 7: must divide at least one of these of UNetSpatioTemporal\w+: "):
         tensor.check({"unet": unet}, 7)
     assert "no attention" in (tensor.refusal(nn.Linear(1, 1), 2) or "")
     with pytest.raises(ConfigError, match=r"^tp 2: not with model dummy"):
@@ -151,3 +151,10 @@ def test_undoing_puts_the_pieces_together_again():
         return all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
 
     assert together(2, work) == [True, True]
+
+
+def test_pieces_are_not_saved_as_a_model(tmp_path):
+    unet = models.on_meta(RunConfig(latent_shape=(1, 4, 5, 8, 8)), torch.float32)
+    tensor.split(unet, Group(2), Patches())
+    with pytest.raises(ValueError, match=r"^this rank holds only pieces of the parameters: vdpp_core.restore comes"):
+        unet.save_pretrained(tmp_path)

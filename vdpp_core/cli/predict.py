@@ -65,6 +65,7 @@ class Memory:
         config = _predicted(self.run, arguments.whole_number("world_size", self.world_size))
         capacity_gib = number("capacity_gib", self.capacity_gib)
         arguments.quiet()
+        whole = memory.left_whole(config)
         facts = memory.report(config, memory.device_gib(config, capacity_gib))
         handed = messages.of(config)
         facts |= {"solver": handed.solver, "handoff_latents_bytes": handed.latents}
@@ -72,7 +73,7 @@ class Memory:
         if self.run.get("json"):
             print(json.dumps(facts, indent=2))
             return
-        for line in _parts(facts, config):
+        for line in [*_parts(facts, config), *(f"  {line}" for line in whole)]:
             print(line)
         if "fits" in facts:
             for line in _verdict(facts, config):

@@ -45,7 +45,7 @@ class Known:
 
     def __init__(self, context: Tensor) -> None:
         self.context = context.clone()
-        self.outputs: dict[tuple[Any, torch.Size], Tensor | None] = {}
+        self.outputs: dict[tuple[Any, ...], Tensor | None] = {}
 
     def is_of(self, context: Tensor) -> bool:
         """Whether a context has these values."""
@@ -59,6 +59,7 @@ class Context:
     def __init__(self, compute: Callable[..., Any]) -> None:
         self.compute = compute
         self.known: deque[Known] = deque(maxlen=PASSES)
+        self.now: Known | None = None  # of the pass that is running
 
     def forward(self, sample: Tensor, timestep: Any, encoder_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the UNet's forward pass."""
@@ -70,7 +71,7 @@ class Context:
 
     def normalise(self, attention: Any, compute: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
         """Layer norm before an attention, unless its output is known."""
-        known = self.now.outputs.get((attention, hidden_states.shape)) is not None
+        known = self.now is not None and self.now.outputs.get(_key(attention, hidden_states)) is not None
         return hidden_states if known else compute(hidden_states)
 
     def attend(
@@ -82,16 +83,24 @@ class Context:
         **kwargs: Any,
     ) -> Tensor:
         """(B·n, S, C), n frames or positions a video, and the context of each (B·n, tokens, D) -> (B·n, 1 or S, C)."""
+        if self.now is None:  # outside the UNet
+            return compute(hidden_states, encoder_hidden_states=encoder_hidden_states, **kwargs)
         repeats, outputs = len(hidden_states) // len(self.now.context), self.now.outputs
-        key = attention, hidden_states.shape
+        key = _key(attention, hidden_states)
         if (one := outputs.get(key)) is not None:
             return one.repeat_interleave(repeats, 0)
         whole = compute(hidden_states, encoder_hidden_states=encoder_hidden_states, **kwargs)
         if key not in outputs:
-            one = whole[::repeats, :1].clone()
+            one = whole[::repeats, :1].detach().clone()
             same = whole.is_meta or torch.equal(one.repeat_interleave(repeats, 0).expand_as(whole), whole)
             outputs[key] = one if same else None
         return whole
+
+
+def _key(attention: Any, hidden_states: Tensor) -> tuple[Any, ...]:
+    """What an attention's output for a context depends on: its queries' shape, and its parameters' type and changes."""
+    weights = ((each.dtype, 0 if each.is_inference() else each._version) for each in attention.parameters())
+    return attention, hidden_states.shape, *weights
 
 
 def _blend(blender: Any, x_spatial: Tensor, x_temporal: Tensor, image_only_indicator: Tensor) -> Tensor:

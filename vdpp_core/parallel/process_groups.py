@@ -6,12 +6,15 @@ an operation is enqueued. That is too short for a receive posted ahead, or for a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from vdpp_core.config.errors import ConfigError
 
 
 def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
@@ -23,8 +26,15 @@ def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
 
 
 def make_mesh(device_type: str, sizes: Sequence[int], axes: Sequence[str]) -> DeviceMesh:
-    """Build a mesh of all ranks, outermost axis first. All ranks have to call it."""
-    ranks = torch.arange(dist.get_world_size(), dtype=torch.int).view(*sizes)
+    """Build a mesh of all ranks, outermost axis first. All ranks have to call it.
+
+    Raises:
+        ConfigError: the sizes are those of another number of ranks.
+    """
+    if (count := dist.get_world_size()) != math.prod(sizes):
+        words = " × ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True) if size > 1)
+        raise ConfigError("world_size", count, f"must be {math.prod(sizes)} for a mesh of {words or '1 rank'}")
+    ranks = torch.arange(count, dtype=torch.int).view(*sizes)
     groups = [_group_of_own(_lines(ranks, [dim]), axis) for dim, axis in enumerate(axes)]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 

@@ -140,8 +140,13 @@ def split(denoiser: nn.Module, group: Group, patches: Patches) -> None:
     for path, style in plan.items():
         style.name, style.patches, style.pieces = path, patches, pieces
     parallelize_module(denoiser, cast(DeviceMesh, group), cast(Any, plan))
-    setattr(denoiser, PIECES, pieces)
-    patches.undoing.append(partial(delattr, denoiser, PIECES))
+    for name, value in {PIECES: pieces, "save_pretrained": _refuse_to_save}.items():
+        setattr(denoiser, name, value)
+        patches.undoing.append(partial(delattr, denoiser, name))
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise ValueError("this rank holds only pieces of the parameters: vdpp_core.restore comes first")
 
 
 def pieces_of(denoiser: nn.Module) -> Mapping[str, Piece]:
@@ -157,8 +162,8 @@ def refusal(denoiser: nn.Module, ranks: int) -> str | None:
     if not counts:
         return f"{type(denoiser).__name__} has no attention, feed-forward or resnet in a form that can be cut"
     sizes = {kind: sorted({count for other, count in counts if other == kind}) for kind, _ in counts}
-    words = (f"{' or '.join(map(str, found))} {OF[kind]}" for kind, found in sizes.items())
-    return f"must divide something of {type(denoiser).__name__}, which has {', '.join(words)}"
+    words = (f"{OF[kind]} ({' or '.join(map(str, found))})" for kind, found in sizes.items())
+    return f"must divide at least one of these of {type(denoiser).__name__}: {', '.join(words)}"
 
 
 OF = {"attention": "attention heads", "feed-forward": "feed-forward columns", "resnet": "groups of channels"}

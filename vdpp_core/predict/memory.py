@@ -368,6 +368,21 @@ def alike(config: RunConfig) -> RunConfig:
     )
 
 
+def left_whole(config: RunConfig) -> list[str]:
+    """Which layers tensor parallelism leaves whole, a line for each kind of denoiser.
+
+    Raises:
+        ConfigError: it leaves all of them whole.
+    """
+    tp, frames = (config.parallel or Parallel()).tp, (config.parallel or Parallel()).frames
+    if tp == 1:
+        return []
+    denoisers = models.denoisers_on_meta(config, resolve(config).dtype)
+    tensor.check(denoisers, tp, frames)
+    whole = dict.fromkeys(tensor.left_whole(denoiser, tp) for denoiser in denoisers.values())
+    return [f"tp {tp}: {line}" for line in whole if line]
+
+
 def before_start(config: RunConfig, execution: Execution) -> list[str]:
     """Warnings about memory before a run starts on this machine.
 
@@ -377,10 +392,7 @@ def before_start(config: RunConfig, execution: Execution) -> list[str]:
     found, layout = [], config.layout
     if layout.fsdp and layout.shards == 1:
         found.append("fsdp with one rank per stage saves no memory: no other rank shares the parameters")
-    if layout.tp > 1:
-        denoisers = models.denoisers_on_meta(config, execution.dtype).values()
-        whole = dict.fromkeys(tensor.left_whole(denoiser, layout.tp) for denoiser in denoisers)
-        found += [f"tp {layout.tp}: {line}" for line in whole if line]
+    found += left_whole(config)
     capacity, limited = devices.capacity(config, execution), config.memory_limit_gib is not None
     if not limited and _at_most(config) + outside(config) < capacity:
         return found

@@ -435,6 +435,8 @@ def _share(config: RunConfig) -> str:
 def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
     layout = config.layout
     words = f"needs {room.needed / GIB:.4g} GiB, {capacity_gib * (1 - SPARE):.4g} of {capacity_gib:g} GiB usable"
+    if config.command == "generate" and (decoding := memory.predict_decoding(config)) and decoding.total > room.peak:
+        return f"{words}: decoding {config.decode_chunk_size} frames at once; --decode-chunk-size 1 needs least"
     own = costs.held(config)
     if own > room.needed / 2:
         return f"{words}: mostly parameters" + (

@@ -329,7 +329,8 @@ def from_run(folder: Path | Sequence[Path], link: Link | None = None, though_dis
     runs = [_Measured.of(*each) for each in ended]
     for run in runs:
         if run.setting != runs[0].setting:
-            raise ConfigError("calibrate", run.folder, f"must be like {runs[0].folder.name}: {runs[0].setting}")
+            words = f"was in another setting ({run.setting}) than {runs[0].folder.name} ({runs[0].setting})"
+            raise ConfigError("calibrate", run.folder, words)
     plain = [run for run in runs if is_plain(run.config.layout)]
     each, others, sizes = (
         np.concatenate(values)
@@ -370,11 +371,22 @@ def _while_computing(known: Rates, runs: Sequence[_Measured]) -> Link:
         alone = float(np.average(run.each / crowding(run.others + 1, known), weights=run.sizes))
         counts.append([run.mean(lambda cost: _count(cost, name)) / alone for name in names])  # noqa: B023
         took.append((alone - computing) / alone)
-    each = np.maximum(0.0, np.linalg.lstsq(np.array(counts), np.array(took), rcond=None)[0])
-    found = dict(zip(names, each.tolist(), strict=True))
+    found = dict(zip(names, _not_negative(np.array(counts), np.array(took)).tolist(), strict=True))
     names_of_runs = f"run{'s' * (len(runs) > 1)} {', '.join(run.words for run in runs)}"
     source = f"{known.link.source}; {_each(found)} in {names_of_runs}"
     return replace(known.link, exchange_s={**known.link.exchange_s, **found}, source=source)
+
+
+def _not_negative(counts: Array, took: Array) -> Array:
+    """Least squares without negative coefficients: those that come out negative are left out, the least one first."""
+    found, kept = np.zeros(counts.shape[1]), list(range(counts.shape[1]))
+    while kept:
+        each = np.linalg.lstsq(counts[:, kept], took, rcond=None)[0]
+        if each.min() >= 0:
+            found[kept] = each
+            break
+        del kept[int(each.argmin())]
+    return found
 
 
 def _count(cost: Cost, name: str) -> float:
