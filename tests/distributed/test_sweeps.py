@@ -88,7 +88,7 @@ def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
     [
         (["sweep", "--ranks", "0", "simulate"], "--ranks 0"),
         (["sweep", "--ranks", "1,x", "simulate"], "--ranks 1,x"),
-        (["sweep", "--ranks", "1", "--layouts", "tp", "simulate"], "--layouts tp"),
+        (["sweep", "--ranks", "1", "--layouts", "ep", "simulate"], "--layouts ep"),
         (["sweep", "--ranks", "3", "--layouts", "cfg", "benchmark"], "--layouts cfg"),
         (["sweep", "--ranks", "3", "simulate", "--stage-ranks", "1", "2"], "--stage-ranks 1 2"),
         (["sweep", "--ranks", "2", "--layouts", "frames", "benchmark", "--num-frames", "1"], "--frames 2"),
