@@ -118,29 +118,37 @@ class Collectives(Group):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_world_size(group), dist.get_rank(group))
         self.group = group
+        self.awake_s = AWAKE_S if _have_cores_of_their_own() else 0.0
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> None:
         parts = gathered.flatten(0, 1)  # gloo takes them concatenated, not stacked
         with communication():
-            finish(gather(parts, own, group=self.group, async_op=True), own.device)
+            self._finish(gather(parts, own, group=self.group, async_op=True), own.device)
 
     def _all_to_all(self, arrived: Tensor, pieces: Tensor, coming: Sequence[int], sizes: Sequence[int]) -> None:
         sizes_of_both = list(coming), list(sizes)
         with communication():
-            finish(dist.all_to_all_single(arrived, pieces, *sizes_of_both, self.group, async_op=True), pieces.device)
+            work = dist.all_to_all_single(arrived, pieces, *sizes_of_both, self.group, async_op=True)
+            self._finish(work, pieces.device)
 
     def _all_reduce(self, own: Tensor) -> None:
         with communication():
-            finish(dist.all_reduce(own, group=self.group, async_op=True), own.device)
+            self._finish(dist.all_reduce(own, group=self.group, async_op=True), own.device)
+
+    def _finish(self, work: Any, device: torch.device) -> None:
+        """Wait for a collective; on a CPU, without putting the core to sleep at first.
+
+        Waking it up again takes about a millisecond on a virtual machine, as long as a typical wait. `sched_yield`
+        leaves the core to gloo's threads. Ranks that share cores sleep: awake, they would keep each other from
+        computing (frames 4 on two cores took three times as long).
+        """
+        until = time.perf_counter() + self.awake_s
+        while device.type == "cpu" and not work.is_completed() and time.perf_counter() < until:
+            os.sched_yield()
+        work.wait()
 
 
-def finish(work: Any, device: torch.device) -> None:
-    """Wait for a collective; on a CPU, without putting the core to sleep at first.
-
-    Waking it up again takes about a millisecond on a virtual machine, as long as a typical wait. `sched_yield` leaves
-    the core to gloo's threads, and to other ranks where there are more of them than cores.
-    """
-    until = time.perf_counter() + AWAKE_S
-    while device.type == "cpu" and not work.is_completed() and time.perf_counter() < until:
-        os.sched_yield()
-    work.wait()
+def _have_cores_of_their_own() -> bool:
+    """Whether this machine's ranks have a core for each of their threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) * torch.get_num_threads() <= cores
