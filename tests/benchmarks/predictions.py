@@ -109,7 +109,7 @@ def compare(root: Path, figure: Path) -> None:
 def _draw(table: pd.DataFrame, others: pd.DataFrame, small_print: str, figure: Path) -> None:
     errors = pd.concat([others["error"], others["latency error"]]).abs()
     title = (
-        ff"{len(CALIBRATED)} runs predict {len(others)} others of all axes and their pairs: "
+        f"{len(CALIBRATED)} runs predict {len(others)} others of all axes and their pairs: "
         f"{(errors <= plan_overview.BAND).mean():.0%} of makespans and latencies within {plan_overview.BAND:.0%}"
     )
     plan_overview.against_measured(table, title, small_print).savefig(figure)
