@@ -56,5 +56,5 @@ def _geglu(geglu: Any, hidden: Tensor) -> Tensor:
 
 
 def _is_for_onednn(linear: nn.Linear, hidden: Tensor) -> bool:
-    """Whether oneDNN can compute a layer: not those that tensor parallelism has cut into a DTensor."""
+    """Whether oneDNN can compute a layer: not those whose weights are DTensors."""
     return hidden.is_cpu and hidden.dtype == torch.float32 and type(linear.weight) is nn.Parameter
