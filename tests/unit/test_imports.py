@@ -22,7 +22,7 @@ ABOVE = {  # room -> the rooms that it may import from
     "plots": {"config", "models", "runs", "predict"},
     "tiny_svd": {"config", "models", "runs", "plots"},
     "compare": {*CORE, "predict", "plots"},
-    "lessons": {*CORE, "predict", "compare", "plots"},
+    "lessons": {*CORE, "predict", "compare", "plots", "tiny_svd", "launch"},
     "cli": {*CORE, "predict", "plots", "compare"},
     "launch": {*CORE, "predict", "plots", "compare", "cli"},
 }

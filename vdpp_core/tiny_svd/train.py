@@ -271,8 +271,17 @@ def train_denoiser(
 def denoising_losses(
     unet: nn.Module, pool: Pool, chosen: Tensor, sigmas: Tensor, scaling_factor: Tensor, kept: Tensor
 ) -> Tensor:
-    """Losses (N,) of clips denoised in one step: the mean squared error of the v-prediction, that is of the denoised
-    latents weighted with (σ² + 1)/σ².
+    """Losses (N,) of clips denoised in one step, with noise from torch's global generator; see `noisy_batch`."""
+    inputs, wanted = noisy_batch(pool, chosen, sigmas, scaling_factor, kept)
+    with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
+        prediction = unet(**inputs, return_dict=False)[0]
+    return v_losses(prediction, wanted)
+
+
+def noisy_batch(
+    pool: Pool, chosen: Tensor, sigmas: Tensor, scaling_factor: Tensor, kept: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Arguments of the UNet for noisy clips, and the v-prediction that is right for them, (N, frames, 4, H, W).
 
     Args:
         chosen: (N,), indices of clips in the pool.
@@ -281,19 +290,20 @@ def denoising_losses(
     """
     sigma, kept = (values.view(-1, 1, 1, 1, 1) for values in (sigmas, kept))
     clean = pool.latents[chosen] * scaling_factor
-    noisy = clean + sigma * torch.randn_like(clean)
+    noise = torch.randn_like(clean)
     image_latents = (pool.image_latents[chosen][:, None] * kept).expand_as(clean)
-    with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
-        prediction = unet(
-            torch.cat([noisy / (sigma**2 + 1).sqrt(), image_latents], dim=2),
-            sigmas.log() / 4,
-            encoder_hidden_states=pool.image_embeddings[chosen] * kept[..., 0, 0],
-            added_time_ids=pool.added_time_ids[chosen],
-            return_dict=False,
-        )[0]
-    prediction = prediction.float()
-    denoised = noisy / (sigma**2 + 1) - prediction * sigma / (sigma**2 + 1).sqrt()
-    return ((denoised - clean) ** 2).mean(dim=(1, 2, 3, 4)) * (sigmas**2 + 1) / sigmas**2
+    inputs = {
+        "sample": torch.cat([(clean + sigma * noise) / (sigma**2 + 1).sqrt(), image_latents], dim=2),
+        "timestep": sigmas.log() / 4,
+        "encoder_hidden_states": pool.image_embeddings[chosen] * kept[..., 0, 0],
+        "added_time_ids": pool.added_time_ids[chosen],
+    }
+    return inputs, (noise - sigma * clean) / (sigma**2 + 1).sqrt()
+
+
+def v_losses(prediction: Tensor, wanted: Tensor) -> Tensor:
+    """Mean squared error of each clip's v-prediction, (N,): that of the denoised latents weighted with (σ² + 1)/σ²."""
+    return ((prediction.float() - wanted) ** 2).mean(dim=(1, 2, 3, 4))
 
 
 def draw_sigmas(low: float = SIGMA_MIN, high: float = SIGMA_MAX) -> Tensor:
