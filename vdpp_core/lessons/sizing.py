@@ -66,6 +66,16 @@ def activations(batch: Count, sequence: Count, hidden: Count, layers: Count, fac
 
 
 @checked
+def checkpointed(batch: Count, sequence: Count, hidden: Count, layers: Count, tensor_parallel: Count = 1) -> float:
+    """Bytes kept where only the input of each layer is, 2 a value, and one layer at a time is computed again.
+
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022.
+    """
+    again = activations(batch, sequence, hidden, 1, activation_factor(tensor_parallel))
+    return activations(batch, sequence, hidden, layers, 2) + again
+
+
+@checked
 def all_gather(size: Size, gpus: Count) -> float:
     """Traffic of an all-gather or a reduce-scatter of `size` bytes: size · (N−1)/N (article: FSDP, requirement 2)."""
     return size * (gpus - 1) / gpus
@@ -100,18 +110,24 @@ class Strategy(NamedTuple):
     between: float
 
 
-def strategies(state: TrainingState, gpus: int, gpus_per_node: int) -> dict[str, Strategy]:
-    """FSDP's sharding strategies on N GPUs in n nodes of g, everything sent in the type it is kept in.
+def strategies(
+    state: TrainingState, gpus: int, gpus_per_node: int, as_sent: tuple[float, float] | None = None
+) -> dict[str, Strategy]:
+    """FSDP's sharding strategies on N GPUs in n nodes of g.
 
     A ring leaves a node once, so a GPU's share of that traffic is 1/g. HYBRID_SHARD is FULL_SHARD over g, and over n an
     all-reduce of each gradient shard: 2 · G/g · (n−1)/n (Zhao et al. 2023; article: FSDP, requirement 3).
+
+    Args:
+        as_sent: bytes of all parameters and all gradients as they are sent; by default in the type they are kept in.
 
     Raises:
         ConfigError: g does not divide N.
     """
     nodes = groups(gpus, gpus_per_node)
     share, in_node = state.sharded(gpus), state.sharded(gpus_per_node)
-    sent = functools.partial(fsdp_traffic, state.parameters, state.gradients)
+    parameters, gradients = as_sent or state[:2]
+    sent = functools.partial(fsdp_traffic, parameters, gradients)
 
     def ring(memory: float, traffic: float) -> Strategy:
         between = traffic / gpus_per_node if nodes > 1 else 0
@@ -120,8 +136,8 @@ def strategies(state: TrainingState, gpus: int, gpus_per_node: int) -> dict[str,
     return {
         "FULL_SHARD": ring(sum(share), sent(gpus)),
         "SHARD_GRAD_OP": ring(state.parameters + sum(share[1:]), sent(gpus, False)),
-        "NO_SHARD": ring(sum(state), all_reduce(state.gradients, gpus)),
-        "HYBRID_SHARD": Strategy(sum(in_node), sent(gpus_per_node), all_reduce(in_node.gradients, nodes)),
+        "NO_SHARD": ring(sum(state), all_reduce(gradients, gpus)),
+        "HYBRID_SHARD": Strategy(sum(in_node), sent(gpus_per_node), all_reduce(gradients / gpus_per_node, nodes)),
     }
 
 
