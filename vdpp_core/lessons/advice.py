@@ -105,19 +105,20 @@ def training(gpus: int, model: str | None = None, parameters: float | None = Non
     Raises:
         ConfigError: neither or both are given, or a value is not allowed.
     """
-    if (model is None) == (parameters is None):
-        raise ConfigError("parameters", parameters or "", f"give these or a model: {', '.join(MODELS)}")
-    if model is None:
-        known = _usual(parameters=parameters, hidden=given.get("hidden"), layers=given.get("layers"))
-    elif model in MODELS:
+    if model is None and parameters is not None:
+        known = _usual(parameters, given.get("hidden"), given.get("layers"))
+    elif model in MODELS and parameters is None:
         known = MODELS[model]
+    elif model is None or parameters is not None:
+        raise ConfigError("parameters", parameters or "", f"give these or a model: {', '.join(MODELS)}")
     else:
         raise ConfigError("model", model, f"must be one of {', '.join(MODELS)}")
     for name in ("hidden", "layers", "sequence", "checkpointing") if model == "svd" else ():
         if given.get(name):
             raise ConfigError(name, given[name], "not with svd, whose activations are counted for one size")
     defaults = {"batch": gpus, "gpus_per_node": min(8, gpus), "svd": model == "svd"}
-    made = Training(**{**known._asdict(), "gpus": gpus, **defaults, **given})
+    values: dict[str, Any] = {**known._asdict(), "gpus": gpus, **defaults, **given}
+    made = Training(**values)
     sizing.groups(made.gpus, made.gpus_per_node)
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 
@@ -168,15 +169,16 @@ def examples() -> pd.DataFrame:
 def _compared(parameters: float, hidden: int, layers: int, layout: Layout, samples: int) -> tuple[str, str]:
     """What we answer for a layout of the article's, with the best one on its GPUs, and how its rules differ."""
     gpus = layout.tp * layout.pp * layout.dp
-    sizes = {"parameters": parameters, "hidden": hidden, "layers": layers, "batch": samples * layout.dp}
-    run = advice.training(gpus, **sizes, iteration_seconds=1.0)
+    sizes: dict[str, Any] = {"parameters": parameters, "hidden": hidden, "layers": layers}
+    sizes |= {"batch": samples * layout.dp, "iteration_seconds": 1.0}
+    run = advice.training(gpus, **sizes)
     row = advice.row(run, layout)
     sent = f"{row['inside_gb'] + row['between_gb']:.4g} GB sent, {row['between_gbit_per_s']:.4g} Gbit/s between nodes"
     ours = f"{gpus} GPUs, {gpus // run.gpus_per_node} nodes; {row['memory_gb']:.4g} GB: "
     ours += ("fits; " if not row["cause"] else f"does not fit: {row['reason']}; ") + sent
     best = advice.advise(run).iloc[0]
     if row["cause"]:
-        best = advice.advise(advice.training(gpus, **sizes, iteration_seconds=1.0, checkpointing=True)).iloc[0]
+        best = advice.advise(advice.training(gpus, **sizes, checkpointing=True)).iloc[0]
     if pd.isna(best["place"]):
         ours += "; nothing fits these GPUs"
     elif best["layout"] != str(layout) or best["strategy"] != layout.strategy or row["cause"]:

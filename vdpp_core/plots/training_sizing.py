@@ -68,9 +68,9 @@ def layouts(table: pd.DataFrame, gpu_memory: float, title: str, small_print: str
         seconds.text(row.seconds, place, f" {row.seconds:.3g}", fontsize=7, va="center")
     seconds.set_xlabel("s an iteration, at best", fontsize=8)
     seconds.margins(x=0.3)
-    for place, row in enumerate(rows.itertuples()):
-        mark = f"{row.place}. " if pd.notna(row.place) else "excluded: "
-        words.text(0, place, textwrap.fill(mark + row.reason, 62, max_lines=3), fontsize=6.5, va="center")
+    for at, facts in enumerate(rows.to_dict("records")):
+        mark = "excluded:" if pd.isna(facts["place"]) else f"{facts['place']}."
+        words.text(0, at, textwrap.fill(f"{mark} {facts['reason']}", 62, max_lines=3), fontsize=6.5, va="center")
     name_rows(memory, (f"{row.layout}\n{row.strategy} {row.schedule}".strip(" –") for row in rows.itertuples()), 7)
     for panel in axes[0, 1:]:
         panel.set_yticks([])
