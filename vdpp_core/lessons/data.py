@@ -52,12 +52,14 @@ class Data(Technique):
 
     def mine(self, batch: Batch) -> list[Batch]:
         """What this rank takes of a batch."""
-        return [batch.parts(self.experiment.ranks)[dist.get_rank()]]
+        parts = self.parts(self.experiment)
+        return [batch.parts(parts)[dist.get_rank() * parts // self.experiment.ranks]]
 
     def step(self, batch: Batch) -> float:
         """One training step. The gradient that torch averages over the ranks is the sum of losses · N / batch size, so
         parts of unequal sizes are right, too."""
-        scale, total = self.experiment.ranks / len(batch), torch.zeros((), device=self.device)
+        parts, ranks = self.parts(self.experiment), self.experiment.ranks
+        scale, total = parts / len(batch), torch.zeros((), device=self.device)
         for part in self.mine(batch):
             with self.timeline.span("forward"):
                 losses = self.problem.losses(self.problem.predict(self.model, part.inputs), part.target)
@@ -67,9 +69,9 @@ class Data(Technique):
         with self.timeline.span("optimizer"):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.experiment.ranks > 1:
+        if ranks > 1:
             dist.all_reduce(total)
-        return total.item() / len(batch)
+        return total.item() / len(batch) * parts / ranks
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on every rank."""
