@@ -37,7 +37,7 @@ def page(job: Job | Sweep) -> str:
     progress = job.progress()
     if isinstance(job, Sweep):
         total = progress["num_runs"]
-        head = _bar(job.run_id, progress["runs_finished"] / total, f"{progress['runs_finished']} of {total} runs")
+        head = bar(job.run_id, progress["runs_finished"] / total, f"{progress['runs_finished']} of {total} runs")
         run = progress["run"]
         return head + (_run(run["run_id"], run) if run else f"<p>{escape(progress['status'])}</p>")
     disturbed = "".join(f"<p>disturbed: {escape(line)}</p>" for line in job.disturbed())
@@ -51,16 +51,17 @@ def _run(run_id: str, progress: dict[str, Any]) -> str:
         words += f", about {left:.0f} s left"
     if progress["stalled"] and progress["status"] == "running":
         words += f"; {progress['stalled']}"
-    bars = [_bar(run_id, progress["share"], words)]
+    bars = [bar(run_id, progress["share"], words)]
     for rank in progress["ranks"]:
         at = f"sample {rank['sample']}, step {rank['step']}" if rank["step"] is not None else rank["phase"]
         at = f"decoding sample {rank['sample']}" if rank["phase"] in ("decode", "chunk") else at
         at = "done" if rank["phase"] == "done" else at
-        bars.append(_bar(f"rank {rank['rank']}", rank["steps_done"] / max(1, rank["steps"]), at))
+        bars.append(bar(f"rank {rank['rank']}", rank["steps_done"] / max(1, rank["steps"]), at))
     return "".join(bars)
 
 
-def _bar(name: str, share: float, words: str) -> str:
+def bar(name: str, share: float, words: str) -> str:
+    """A progress bar as HTML: a name, a share from 0 to 1, and a line about it."""
     return (
         '<div style="font-family:monospace;font-size:12px;display:flex;gap:8px;align-items:center;white-space:nowrap">'
         f'<span style="flex:0 0 25em;overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>'

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from vdpp_core import models
 from vdpp_core.compare import peers_report
+from vdpp_core.compare.first_ranks import by_first_ranks
 from vdpp_core.compare.peers_report import Trial, Variant
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
@@ -37,13 +36,12 @@ from vdpp_core.models.message import Message
 from vdpp_core.models.stage import Stage
 from vdpp_core.models.stand_ins import Inventor, Real, Recorder
 from vdpp_core.models.svd import call_arguments
-from vdpp_core.parallel.rendezvous import Ranks, store
+from vdpp_core.parallel.rendezvous import Ranks
 from vdpp_core.parallel.world import World, communication, device_of, joined
 from vdpp_core.runs import results
 from vdpp_core.runs.run import Run
 
 Denoised = tuple[dict[int, Tensor], list[float]]  # sample -> latents (B, F, C, H, W), and the seconds of each part
-POLL_S = 0.05
 WARM_UP_STEPS = 2  # of the official pipeline, as many as the engine's own; GPipe's: one of each stage on every sample
 
 
@@ -63,32 +61,12 @@ def measure(config: RunConfig, trials: Sequence[Trial], ranks: Ranks) -> None:
         _tidy(device)
         variant, run = trial.variant, Run(folder / trial.run_id)
         work = partial(_ours, run) if variant.ours else partial(peers.run, run, variant)
-        found = _by_first_ranks(ranks, variant.layout.world_size, run.id, work)
+        found = by_first_ranks(ranks, variant.layout.world_size, run.id, work)
         if ranks.rank == 0 and found is not None:
             print(f"{number}/{len(trials)}  {variant.name}: {found['makespan_s']:.3f} s", file=sys.stderr)
             measured.append(peers_report.entry(trial) | found)
     if ranks.rank == 0:
         peers_report.write(folder, peers_report.facts(config, ranks.world_size, trials[-1].repeat + 1), measured)
-
-
-def _by_first_ranks(
-    ranks: Ranks, number: int, subject: str, work: Callable[[Ranks], dict[str, Any]]
-) -> dict[str, Any] | None:
-    """Have the first `number` ranks work as a world of their own, while the others sleep until rank 0 is done.
-
-    Unlike a barrier this needs no process group, so that the work may make one, and costs those who wait no core.
-
-    Returns:
-        The work's result on this rank; None on a rank that only waited.
-    """
-    shared, result = store(ranks), None
-    if ranks.rank < number:
-        result = work(replace(ranks, world_size=number, local_world_size=min(number, ranks.local_world_size)))
-    if ranks.rank == 0:
-        shared.set(subject, "done")
-    while not shared.check([subject]):
-        time.sleep(POLL_S)
-    return result
 
 
 def _tidy(device: torch.device) -> None:

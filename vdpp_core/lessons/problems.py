@@ -31,9 +31,20 @@ class Batch:
     def __len__(self) -> int:
         return len(self.target)
 
-    def part(self, samples: slice) -> Batch:
-        """Some of the samples."""
-        return Batch({name: value[samples] for name, value in self.inputs.items()}, self.target[samples])
+    def parts(self, number: int) -> list[Batch]:
+        """The batch in so many parts, of which the first are a sample larger where they cannot be equal."""
+        targets, count = self.target.tensor_split(number), range(number)
+        inputs = {name: value.tensor_split(number) for name, value in self.inputs.items()}
+        return [Batch({name: value[part] for name, value in inputs.items()}, targets[part]) for part in count]
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        """The batch with numbers that are not whole in fp64 where that is `dtype`, in fp32 elsewhere."""
+        dtype = torch.promote_types(dtype, torch.float32)
+
+        def cast(value: Tensor) -> Tensor:
+            return value.to(dtype) if value.is_floating_point() else value
+
+        return Batch({name: cast(value) for name, value in self.inputs.items()}, cast(self.target))
 
 
 class Problem(Protocol):
@@ -42,6 +53,9 @@ class Problem(Protocol):
     def model(self) -> nn.Module:
         """A new model in fp32, in training mode, with the same weights each time."""
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The model's largest repeated parts: units of FSDP and of activation checkpointing."""
+
     def batch(self, size: int, step: int) -> Batch:
         """The batch of one training step."""
 
@@ -49,7 +63,7 @@ class Problem(Protocol):
         """The model's prediction."""
 
     def losses(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """The loss of each sample, (N,), in fp32. The loss of a step is their mean."""
+        """The loss of each sample, (N,), at least in fp32. The loss of a step is their mean."""
 
 
 class Block(nn.Module):
@@ -108,6 +122,10 @@ class TransformerProblem:
             torch.manual_seed(0)
             return Transformer(self)
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Its layers."""
+        return [*model.blocks]
+
     def batch(self, size: int, step: int) -> Batch:
         """Random tokens, and the token after each."""
         generator = torch.Generator().manual_seed(1 + step)
@@ -120,7 +138,8 @@ class TransformerProblem:
 
     def losses(self, prediction: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy of each sequence."""
-        return functional.cross_entropy(prediction.float().transpose(1, 2), target, reduction="none").mean(1)
+        logits = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
+        return functional.cross_entropy(logits.transpose(1, 2), target, reduction="none").mean(1)
 
 
 @dataclass(frozen=True)
@@ -144,6 +163,10 @@ class SVDProblem:
             ):
                 parameter.requires_grad_(False)
         return unet
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks on the way down, in the middle and on the way up."""
+        return [*model.down_blocks, model.mid_block, *model.up_blocks]
 
     @staticmethod
     def _pipeline() -> StableVideoDiffusionPipeline:

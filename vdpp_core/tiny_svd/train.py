@@ -303,7 +303,7 @@ def noisy_batch(
 
 def v_losses(prediction: Tensor, wanted: Tensor) -> Tensor:
     """Mean squared error of each clip's v-prediction, (N,): that of the denoised latents weighted with (σ² + 1)/σ²."""
-    return ((prediction.float() - wanted) ** 2).mean(dim=(1, 2, 3, 4))
+    return ((prediction - wanted) ** 2).mean(dim=(1, 2, 3, 4))
 
 
 def draw_sigmas(low: float = SIGMA_MIN, high: float = SIGMA_MAX) -> Tensor:

@@ -1,0 +1,198 @@
+"""Data parallelism: one rank, DDP, and FSDP with its sharding strategies (Zhao et al. 2023, "PyTorch FSDP").
+
+Every rank computes the gradient of its part of the batch; what differs is which part of parameters, gradients and
+optimizer states it keeps, and what it therefore has to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
+
+from vdpp_core.lessons.experiments import Experiment
+from vdpp_core.lessons.problems import Batch, Problem
+from vdpp_core.lessons.techniques import Technique, adam, new_model, refuse_unless
+
+
+class Data(Technique):
+    """A whole model on every rank, each with a part of the batch."""
+
+    def __init__(self, experiment: Experiment, problem: Problem, device: torch.device) -> None:
+        super().__init__(experiment, problem, device)
+        model = new_model(experiment, problem, device)
+        self.model = self.spread(model, problem.blocks(model))
+        self.modules, self.optimizer = [self.model], adam(self.model)
+
+    @classmethod
+    def check(cls, experiment: Experiment) -> None:
+        """Refuse what only pipelines do, and ranks without a sample."""
+        for name in ("micro_batches", "chunks"):
+            refuse_unless(name, getattr(experiment, name), getattr(experiment, name) == 1, "only in a pipeline")
+        refuse_unless("batch", experiment.batch, experiment.batch >= experiment.ranks, "must be a sample per rank")
+
+    @classmethod
+    def parts(cls, experiment: Experiment) -> int:
+        """A part for each rank."""
+        return experiment.ranks
+
+    def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """The model as it is trained on several ranks."""
+        raise NotImplementedError
+
+    def mine(self, batch: Batch) -> list[Batch]:
+        """What this rank takes of a batch."""
+        return [batch.parts(self.experiment.ranks)[dist.get_rank()]]
+
+    def step(self, batch: Batch) -> float:
+        """One training step. The gradient that torch averages over the ranks is the sum of losses · N / batch size, so
+        parts of unequal sizes are right, too."""
+        scale, total = self.experiment.ranks / len(batch), torch.zeros((), device=self.device)
+        for part in self.mine(batch):
+            with self.timeline.span("forward"):
+                losses = self.problem.losses(self.problem.predict(self.model, part.inputs), part.target)
+            with self.timeline.span("backward"):
+                (losses.sum() * scale).backward()
+            total += losses.detach().sum()
+        with self.timeline.span("optimizer"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.experiment.ranks > 1:
+            dist.all_reduce(total)
+        return total.item() / len(batch)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights on every rank."""
+        return {
+            name.removeprefix("module."): (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            for name, value in self.model.named_parameters()
+        }
+
+
+class OneRank(Data):
+    """Training on one rank, which everything else is compared with.
+
+    Args:
+        parts: number of parts in which it takes the batch, whose gradients it adds up.
+    """
+
+    def __init__(self, experiment: Experiment, problem: Problem, device: torch.device, parts: int = 1) -> None:
+        super().__init__(experiment, problem, device)
+        self.number = parts
+
+    @classmethod
+    def check(cls, experiment: Experiment) -> None:
+        """Refuse several ranks."""
+        super().check(experiment)
+        refuse_unless("ranks", experiment.ranks, experiment.ranks == 1, "must be 1 for one rank")
+
+    def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """The model as it is."""
+        if self.experiment.precision == "bf16":
+            compute_in(torch.bfloat16, model, blocks)
+        return model
+
+    def mine(self, batch: Batch) -> list[Batch]:
+        """All of it."""
+        return batch.parts(self.number)
+
+
+class DDP(Data):
+    """Everything on every rank; one all-reduce of the gradients, in buckets, while the backward pass runs."""
+
+    def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Gradients live in the buckets that are sent, so they take no memory twice."""
+        if self.experiment.precision == "bf16":
+            compute_in(torch.bfloat16, model, blocks)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+class FullShard(Data):
+    """FSDP, ZeRO stage 3: 1/N of everything; each block is gathered in the forward and again in the backward pass."""
+
+    reshard_after_forward = True
+
+    def mesh(self) -> DeviceMesh:
+        """One dimension: all ranks share all parameters."""
+        return init_device_mesh(self.device.type, (self.experiment.ranks,), mesh_dim_names=("shard",))
+
+    def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Each block is a unit that is gathered on its own, and so is the rest of the model."""
+        is_mixed = self.experiment.precision == "bf16"
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
+        mesh = self.mesh()
+        for unit in (*blocks, model):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+        return model
+
+
+class ShardGradOp(FullShard):
+    """ZeRO stage 2: parameters stay gathered from the forward to the backward pass, which saves the second gather."""
+
+    reshard_after_forward = False
+
+
+class HybridShard(FullShard):
+    """FULL_SHARD in each half of the ranks, as in a node; the halves all-reduce their gradient shards."""
+
+    sizes = staticmethod(lambda ranks: (2, ranks // 2))
+
+    @classmethod
+    def check(cls, experiment: Experiment) -> None:
+        """Refuse what has no two halves."""
+        super().check(experiment)
+        even = experiment.ranks >= 4 and experiment.ranks % 2 == 0
+        refuse_unless("ranks", experiment.ranks, even, "must be an even number from 4 on for HYBRID_SHARD")
+
+    def mesh(self) -> DeviceMesh:
+        """Two dimensions: between the groups that share all parameters, and inside them."""
+        shape = self.sizes(self.experiment.ranks)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+class NoShard(HybridShard):
+    """Everything on every rank, as with DDP. FSDP2 has no such strategy: it is HYBRID_SHARD in groups of one rank."""
+
+    sizes = staticmethod(lambda ranks: (ranks, 1))
+
+    @classmethod
+    def check(cls, experiment: Experiment) -> None:
+        """As for other data parallelism."""
+        Data.check.__func__(cls, experiment)
+
+
+def compute_in(dtype: torch.dtype, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Have a model compute with rounded copies of its parameters and inputs, as FSDP's mixed precision does.
+
+    Unit by unit: the parameters stay in fp32, and so are their gradients, each rounded once.
+    """
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    for unit in (*blocks, model):
+        names = [name for name, value in unit.named_parameters() if unit is not model or id(value) not in inside]
+        unit.forward = _rounded(unit, names, dtype)
+
+
+def _rounded(unit: nn.Module, names: Sequence[str], dtype: torch.dtype) -> Callable[..., Any]:
+    forward = unit.forward
+
+    def rounded(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        copies = {name: rounded(unit.get_parameter(name)) for name in names}
+        args, kwargs = tree_map_only(Tensor, rounded, (args, kwargs))
+        with _reparametrize_module(unit, copies):
+            return forward(*args, **kwargs)
+
+    return run
