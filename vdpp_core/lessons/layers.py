@@ -146,6 +146,20 @@ def _predict(state: State, inputs: Inputs, norm: nn.Module, conv_out: nn.Module)
     return (conv_out(functional.silu(norm(state[0]))).unflatten(0, inputs["sample"].shape[:2]),)
 
 
+class Received(torch.autograd.Function):
+    """What a stage received, whose gradient becomes contiguous: torch can send no other."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        """The tensor as it is."""
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The gradient to send."""
+        return gradients[0].contiguous()
+
+
 class Stage(nn.Module):
     """Consecutive layers of a model, in `model`, where they keep their names. All other layers are removed from it.
 
@@ -164,6 +178,11 @@ class Stage(nn.Module):
         self.model, self.layers, self.checkpointing = model, layers[own.start : own.stop], checkpointing
         self.is_last = own.stop == len(layers)
 
+    def pieces(self) -> list[nn.Module]:
+        """The modules of the stage's layers."""
+        own = (attrgetter(name)(self.model) for layer in self.layers for name in layer.owns)
+        return [piece for piece in own if isinstance(piece, nn.Module)]
+
     def forward(self, *state: Tensor, **inputs: Tensor) -> State | Tensor:
         """The state after the stage's layers; the model's prediction after the last one.
 
@@ -171,10 +190,11 @@ class Stage(nn.Module):
             state: what the previous stage sent, nothing for the first.
             inputs: of the model.
         """
+        state = tuple(map(Received.apply, state))
         for layer in self.layers:
             run = functools.partial(checkpoint, layer.run, use_reentrant=False) if self.checkpointing else layer.run
             state = run(state, inputs, *(attrgetter(name)(self.model) for name in layer.owns))
-        # copies: torch sends contiguous tensors only, and detaches outputs, which views and its own inputs do not bear
+        # copies: torch sends contiguous tensors only, and detaches what it sent, which it cannot with views
         return state[0] if self.is_last else tuple(each.clone(memory_format=torch.contiguous_format) for each in state)
 
 
