@@ -75,10 +75,7 @@ class Data(Technique):
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on every rank."""
-        return {
-            name.removeprefix("module."): (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            for name, value in self.model.named_parameters()
-        }
+        return {name.removeprefix("module."): whole(value).detach() for name, value in self.model.named_parameters()}
 
 
 class OneRank(Data):
@@ -130,9 +127,7 @@ class FullShard(Data):
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Each block is a unit that is gathered on its own, and so is the rest of the model."""
-        is_mixed = self.experiment.precision == "bf16"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
-        mesh = self.mesh()
+        policy, mesh = mixed_precision(self.experiment), self.mesh()
         for unit in (*blocks, model):
             fully_shard(unit, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         return model
@@ -171,6 +166,18 @@ class NoShard(HybridShard):
     def check(cls, experiment: Experiment) -> None:
         """As for other data parallelism."""
         Data.check.__func__(cls, experiment)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, which every rank that has a part of it has to ask for; other tensors as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mixed_precision(experiment: Experiment) -> MixedPrecisionPolicy:
+    """How FSDP computes and reduces."""
+    if experiment.precision == "bf16":
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return MixedPrecisionPolicy()
 
 
 def compute_in(dtype: torch.dtype, model: nn.Module, blocks: Sequence[nn.Module]) -> None:

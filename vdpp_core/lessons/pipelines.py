@@ -18,7 +18,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from vdpp_core.lessons.bubbles import COMPUTING
-from vdpp_core.lessons.data import compute_in
+from vdpp_core.lessons.data import compute_in, whole
 from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.layers import Stage, balanced, layers_of, operations
 from vdpp_core.lessons.measure import Span, Timeline
@@ -150,7 +150,7 @@ class Pipeline(Technique):
     def weights(self) -> dict[str, Tensor]:
         """All weights, on rank 0."""
         own = {
-            name: value.detach()
+            name: whole(value).detach()
             for stage in self.modules
             for name, value in stage.get_submodule("model").named_parameters()
         }
