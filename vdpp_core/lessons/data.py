@@ -6,9 +6,7 @@ optimizer states it keeps, and what it therefore has to send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
 
 from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.problems import Batch, Problem
@@ -28,9 +24,11 @@ from vdpp_core.lessons.techniques import Technique, adam, new_model, refuse_unle
 class Data(Technique):
     """A whole model on every rank, each with a part of the batch."""
 
+    casts = True  # computes with rounded copies of its parameters, in bf16
+
     def __init__(self, experiment: Experiment, problem: Problem, device: torch.device) -> None:
         super().__init__(experiment, problem, device)
-        model = new_model(experiment, problem, device)
+        model = new_model(experiment, problem, device, self.casts)
         self.model = self.spread(model, problem.blocks(model))
         self.modules, self.optimizer = [self.model], adam(self.model)
 
@@ -57,7 +55,7 @@ class Data(Technique):
     def step(self, batch: Batch) -> float:
         """One training step. The gradient that torch averages over the ranks is the sum of losses · N / batch size, so
         parts of unequal sizes are right, too."""
-        scale, total = self.experiment.ranks / len(batch), torch.zeros((), device=self.device)
+        scale, total = self.experiment.ranks / len(batch), torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self.mine(batch):
             with self.timeline.span("forward"):
                 losses = self.problem.losses(self.problem.predict(self.model, part.inputs), part.target)
@@ -98,8 +96,6 @@ class OneRank(Data):
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """The model as it is."""
-        if self.experiment.precision == "bf16":
-            compute_in(torch.bfloat16, model, blocks)
         return model
 
     def mine(self, batch: Batch) -> list[Batch]:
@@ -112,14 +108,13 @@ class DDP(Data):
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Gradients live in the buckets that are sent, so they take no memory twice."""
-        if self.experiment.precision == "bf16":
-            compute_in(torch.bfloat16, model, blocks)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 class FullShard(Data):
     """FSDP, ZeRO stage 3: 1/N of everything; each block is gathered in the forward and again in the backward pass."""
 
+    casts = False  # FSDP does, as it gathers
     reshard_after_forward = True
 
     def mesh(self) -> DeviceMesh:
@@ -169,30 +164,3 @@ class NoShard(HybridShard):
     def check(cls, experiment: Experiment) -> None:
         """As for other data parallelism."""
         Data.check.__func__(cls, experiment)
-
-
-def compute_in(dtype: torch.dtype, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Have a model compute with rounded copies of its parameters and inputs, as FSDP's mixed precision does.
-
-    Unit by unit: the parameters stay in fp32, and so are their gradients, each rounded once.
-    """
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    for unit in (*blocks, model):
-        names = [name for name, value in unit.named_parameters() if unit is not model or id(value) not in inside]
-        unit.forward = _rounded(unit, names, dtype)
-
-
-def _rounded(unit: nn.Module, names: Sequence[str], dtype: torch.dtype) -> Callable[..., Any]:
-    forward = unit.forward
-
-    def rounded(value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
-
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        copies = {name: rounded(unit.get_parameter(name)) for name in names}
-        args, kwargs = tree_map_only(Tensor, rounded, (args, kwargs))
-        with _reparametrize_module(unit, copies):
-            return forward(*args, **kwargs)
-
-    return run

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-from diffusers import StableVideoDiffusionPipeline
+from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -155,7 +155,7 @@ class SVDProblem:
 
     def model(self) -> nn.Module:
         """The UNet in the package."""
-        unet = self._pipeline().unet.train()
+        unet = UNetSpatioTemporalConditionModel.from_pretrained(MODELS["tiny"], subfolder="unet").train()
         for name, parameter in unet.named_parameters():
             if (
                 any(part in name for part in (".attn2.to_q.", ".attn2.to_k.", ".norm2."))
@@ -168,16 +168,12 @@ class SVDProblem:
         """The blocks on the way down, in the middle and on the way up."""
         return [*model.down_blocks, model.mid_block, *model.up_blocks]
 
-    @staticmethod
-    def _pipeline() -> StableVideoDiffusionPipeline:
-        return StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"], use_safetensors=True)
-
     @cached_property
     def _pool(self) -> tuple[train.Pool, Tensor]:
-        pipeline, pool = self._pipeline(), train.Pool.empty(self.clips)
+        pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"], use_safetensors=True)
+        pool = train.Pool.empty(self.clips, self.frames)
         for index in range(self.clips):
             pool.put(index, pipeline, scenes(1))
-        pool.latents = pool.latents[:, : self.frames].clone()
         return pool, torch.tensor(pipeline.vae.config.scaling_factor)
 
     def batch(self, size: int, step: int) -> Batch:
