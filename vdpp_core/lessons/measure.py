@@ -94,6 +94,7 @@ def _twice(size: float, ranks: int) -> float:
     return 2 * _ring(size, ranks)
 
 
+_A_NUMBER = 8  # bytes; such a message reports a loss, and is no part of the training
 _COUNTED = {  # operator -> collective, the argument that is the whole message (-1: the result), bytes sent of it
     "c10d::allreduce_": ("all_reduce", 0, _twice),
     "c10d::_allgather_base_": ("all_gather", 0, _ring),
@@ -118,10 +119,11 @@ class Traffic(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if (known := _COUNTED.get(func._schema.name)) is not None:
             collective, at, sent = known
-            group = _group(args)
-            counted = self.found.setdefault((collective, _label(group)), [0, 0])
-            counted[0] += 1
-            counted[1] += sent(_size(result if at < 0 else args[at]), group.size())
+            group, size = _group(args), _size(result if at < 0 else args[at])
+            if size > _A_NUMBER:
+                counted = self.found.setdefault((collective, _label(group)), [0, 0])
+                counted[0] += 1
+                counted[1] += sent(size, group.size())
         return result
 
     def sent(self) -> list[Sent]:

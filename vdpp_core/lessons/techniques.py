@@ -78,6 +78,15 @@ class Technique:
         """
         return 1
 
+    @classmethod
+    def formula(cls, experiment: Experiment) -> dict[str, float]:
+        """What the formulas of `sizing` say that a rank holds and sends in a step, in bytes; only what is known.
+
+        Keys: the attributes of `measure.Memory`, and collectives as of `measure.Sent`. Of ranks that differ, the one
+        with most.
+        """
+        return {}
+
     def step(self, batch: Batch) -> float:
         """One training step on the whole batch, of which each rank takes its part.
 

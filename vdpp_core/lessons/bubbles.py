@@ -1,0 +1,109 @@
+"""What the ranks of a pipeline did in a step, beside its formulas: bubble, activations kept, bytes of each hop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from vdpp_core.lessons.experiments import Experiment
+from vdpp_core.lessons.measure import Span
+
+COMPUTING = ("forward", "loss", "backward", "input gradients", "weight gradients")
+_BACKWARD = ("backward", "input gradients")  # what the previous stage waits for
+_FREES = ("backward", "weight gradients")
+
+Ranks = Sequence[Sequence[Span]]
+
+
+def spans_of(result: dict[str, Any]) -> list[list[Span]]:
+    """The spans of each rank in the result of an experiment."""
+    return [[Span(**event) for event in rank["events"]] for rank in result["ranks"]]
+
+
+def computing(ranks: Ranks) -> list[list[Span]]:
+    """The spans in which ranks computed for a micro-batch."""
+    return [[span for span in spans if span.kind in COMPUTING] for spans in ranks]
+
+
+def bubble(ranks: Ranks) -> float:
+    """1 − mean busy share of the ranks between the first and the last computation of a step."""
+    ranks = computing(ranks)
+    makespan = max(spans[-1].end for spans in ranks) - min(spans[0].begin for spans in ranks)
+    return 1 - sum(span.end - span.begin for spans in ranks for span in spans) / (len(ranks) * makespan)
+
+
+def unequal_bubble(seconds: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
+    """`sizing.bubble` for ranks that differ: the slowest one sets the pace.
+
+    1 − M·mean(t) / (M·max(t) + (Σt − max(t))/v): the slowest rank computes without a pause, and a micro-batch passes a
+    chunk of all others before and after it.
+
+    Args:
+        seconds: t, of each rank, for one micro-batch, forward and backward.
+    """
+    slowest, total = max(seconds), sum(seconds)
+    return 1 - micro_batches * total / len(seconds) / (micro_batches * slowest + (total - slowest) / chunks)
+
+
+def on_own_cores(ranks: Ranks) -> list[list[Span]]:
+    """The step as it would be if no two ranks shared a core and messages took no time.
+
+    The same operations in the same order, each of as many seconds as it computed, and as early as its input is there.
+    """
+    ranks = computing(ranks)
+
+    def key(rank: int, span: Span, further: int = 0) -> tuple[bool, int, int]:
+        return span.kind in _BACKWARD, span.chunk * len(ranks) + rank + further, span.micro_batch
+
+    passed_on = ("forward", *_BACKWARD)
+    places = {
+        key(rank, span): (rank, at)
+        for rank, spans in enumerate(ranks)
+        for at, span in enumerate(spans)
+        if span.kind in passed_on
+    }
+
+    @functools.cache
+    def begin(rank: int, at: int) -> float:
+        span = ranks[rank][at]
+        needed = places.get(key(rank, span, 1 if span.kind in _BACKWARD else -1)) if span.kind in passed_on else None
+        before = (rank, at - 1) if at else None
+        return max((begin(*each) + ranks[each[0]][each[1]].cpu for each in (before, needed) if each), default=0.0)
+
+    return [
+        [replace(span, begin=begin(rank, at), end=begin(rank, at) + span.cpu) for at, span in enumerate(spans)]
+        for rank, spans in enumerate(ranks)
+    ]
+
+
+def seconds(ranks: Ranks) -> list[float]:
+    """What each rank computes for a micro-batch, in CPU seconds: the mean of those of a step."""
+    return [
+        sum(span.cpu for span in spans) / (1 + max(span.micro_batch for span in spans)) for spans in computing(ranks)
+    ]
+
+
+def kept(spans: Sequence[Span]) -> float:
+    """Most micro-batches at once whose activations a rank keeps; a chunk counts as its share."""
+    chunks, now, most = 1 + max(span.chunk for span in spans), 0, 0
+    for span in spans:
+        now += (span.kind == "forward") - (span.kind in _FREES)
+        most = max(most, now)
+    return most / chunks
+
+
+def expected_kept(experiment: Experiment) -> list[float]:
+    """`sizing.micro_batches_kept` of each rank: later ones keep fewer with 1F1B, since gradients are there sooner.
+
+    A zero-bubble schedule computes gradients of weights later on later ranks, so all keep as many as the first.
+    """
+    count, parts, chunks = experiment.ranks, experiment.micro_batches, experiment.chunks
+    if experiment.technique == "GPipe":
+        return [parts] * count
+    if experiment.technique == "1F1B":
+        return [min(parts, count - rank) for rank in range(count)]
+    if experiment.technique == "Zero bubble":
+        return [min(parts, ((chunks - 1) * count + count) / chunks)] * count
+    return [min(parts, ((chunks - 1) * count + 2 * (count - 1 - rank) + 1) / chunks) for rank in range(count)]
