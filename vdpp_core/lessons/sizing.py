@@ -47,13 +47,15 @@ def training_state(parameters: Size, each: tuple[Size, Size, Size] = (2, 2, 4)) 
 
 
 @checked
-def activation_factor(tensor_parallel: Count = 1) -> float:
-    """Activation bytes per position, channel and layer of a GPT, 16-bit with fused attention: 10 + 24/TP, so 34 alone.
+def activation_factor(tensor_parallel: Count = 1, each: Size = 2, dropout: bool = True) -> float:
+    """Activation bytes per position, channel and layer of a GPT with fused attention: 10 + 24/TP in 16 bits, so 34.
 
-    Korthikanti et al. 2022. Their further 5·a·s/h is the attention matrix, which fused kernels do not keep. The article
-    has 16 (FSDP, requirement 1).
+    Korthikanti et al. 2022: 4 + 12/TP values of `each` bytes, and two masks of dropout of a byte. The 16 values are the
+    inputs and outputs of both norms, queries, keys, values, the output of attention, and 4 + 4 around the activation
+    function. Their further 5·a·s/h is the attention matrix, which fused kernels do not keep. The article has 16 (FSDP,
+    requirement 1): the number of values, as if each had a byte.
     """
-    return 10 + 24 / tensor_parallel
+    return (4 + 12 / tensor_parallel) * each + (2 if dropout else 0)
 
 
 @checked
@@ -66,13 +68,21 @@ def activations(batch: Count, sequence: Count, hidden: Count, layers: Count, fac
 
 
 @checked
-def checkpointed(batch: Count, sequence: Count, hidden: Count, layers: Count, tensor_parallel: Count = 1) -> float:
-    """Bytes kept where only the input of each layer is, 2 a value, and one layer at a time is computed again.
+def checkpointed(
+    batch: Count,
+    sequence: Count,
+    hidden: Count,
+    layers: Count,
+    tensor_parallel: Count = 1,
+    each: Size = 2,
+    dropout: bool = True,
+) -> float:
+    """Bytes kept where only the input of each layer is, and one layer at a time is computed again.
 
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022.
     """
-    again = activations(batch, sequence, hidden, 1, activation_factor(tensor_parallel))
-    return activations(batch, sequence, hidden, layers, 2) + again
+    again = activations(batch, sequence, hidden, 1, activation_factor(tensor_parallel, each, dropout))
+    return activations(batch, sequence, hidden, layers, each) + again
 
 
 @checked

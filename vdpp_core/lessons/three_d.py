@@ -14,7 +14,7 @@ from vdpp_core.lessons.layers import Stage
 from vdpp_core.lessons.pipelines import OneForwardOneBackward
 from vdpp_core.lessons.problems import Batch, Block, Problem
 from vdpp_core.lessons.techniques import refuse_unless
-from vdpp_core.lessons.tensor import TP, check_cut, cut
+from vdpp_core.lessons.tensor import TP, check_cut, cut, formula
 
 PP = 2  # stages
 
@@ -41,6 +41,11 @@ class ThreeD(OneForwardOneBackward):
     def parts(cls, experiment: Experiment) -> int:
         """The micro-batches of all ranks that share a stage."""
         return experiment.ranks // (PP * TP) * experiment.micro_batches
+
+    @classmethod
+    def formula(cls, experiment: Experiment) -> dict[str, float]:
+        """As for tensor parallelism with SHARD_GRAD_OP, with half of the layers."""
+        return formula(experiment, TP, experiment.ranks // (PP * TP), gathers=1, stages=PP)
 
     def __init__(self, experiment: Experiment, problem: Problem, device: torch.device) -> None:
         self.replicas = experiment.ranks // (PP * TP)
