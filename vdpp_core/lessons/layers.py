@@ -198,16 +198,33 @@ class Stage(nn.Module):
         return state[0] if self.is_last else tuple(each.clone(memory_format=torch.contiguous_format) for each in state)
 
 
-def operations(model: nn.Module, inputs: Inputs) -> list[int]:
-    """Floating-point operations of each layer's forward pass, counted on the meta device."""
+class Counted(NamedTuple):
+    """A layer on the meta device: floating-point operations of its forward pass, and the state behind it."""
+
+    operations: int
+    state: State
+
+
+def counted(model: nn.Module, inputs: Inputs) -> list[Counted]:
+    """Each layer's operations and the shapes that would be sent behind it, without computing anything."""
     model, inputs = copy.deepcopy(model).to("meta"), {name: value.to("meta") for name, value in inputs.items()}
     state: State = ()
-    counts = []
+    found = []
     for layer in layers_of(model):
         with FlopCounterMode(display=False) as counter:
             state = layer.run(state, inputs, *(attrgetter(name)(model) for name in layer.owns))
-        counts.append(counter.get_total_flops())
-    return counts
+        found.append(Counted(counter.get_total_flops(), state))
+    return found
+
+
+def cut(layers: Sequence[Counted], stages: int) -> list[range]:
+    """`balanced` by operations."""
+    return balanced([layer.operations for layer in layers], stages)
+
+
+def hop_bytes(layers: Sequence[Counted], cuts: Sequence[range]) -> list[int]:
+    """Bytes that each stage but the last sends forward; gradients that come back have the same size."""
+    return [sum(tensor.nbytes for tensor in layers[stage.stop - 1].state) for stage in cuts[:-1]]
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[range]:

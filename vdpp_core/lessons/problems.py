@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-from diffusers import StableVideoDiffusionPipeline
+from diffusers import EulerDiscreteScheduler, StableVideoDiffusionPipeline
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -171,6 +171,10 @@ class SVDProblem:
     @staticmethod
     def _pipeline() -> StableVideoDiffusionPipeline:
         return StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"], use_safetensors=True)
+
+    def scheduler(self) -> EulerDiscreteScheduler:
+        """The scheduler of the small model, which denoising uses."""
+        return self._pipeline().scheduler
 
     @cached_property
     def _pool(self) -> tuple[train.Pool, Tensor]:
