@@ -137,7 +137,7 @@ def test_what_cannot_be_is_said_with_flag_and_value(line, ranks, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "memory, plan, peers, run}; see python -m vdpp_core --help"),
+        ("", "memory, plan, sizing, peers, run, training}; see python -m vdpp_core --help"),
         ("dream", "dream: Expected one of"),
         ("benchmark --steps 3", "--steps 3"),
         ("benchmark --total 3", "--total 3"),  # no abbreviations

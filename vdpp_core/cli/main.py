@@ -10,13 +10,14 @@ from vdpp_core.cli import arguments
 from vdpp_core.cli.peers import Peers
 from vdpp_core.cli.predict import Memory, Plan
 from vdpp_core.cli.run import NewRun, Run
+from vdpp_core.cli.sizing import Sizing
 from vdpp_core.cli.training import Training
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.parallel.rendezvous import Ranks
 
 PROG = "python -m vdpp_core"
 PURPOSE = "Split video diffusion over several GPUs: run it, predict it, compare it. Works alone and under torchrun."
-COMMANDS = [*arguments.run_commands(NewRun), Memory, Plan, Peers, Run, Training]
+COMMANDS = [*arguments.run_commands(NewRun), Memory, Plan, Sizing, Peers, Run, Training]
 parse = partial(arguments.parse, COMMANDS, prog=PROG, purpose=PURPOSE)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 
+from vdpp_core.lessons import advice
+from vdpp_core.lessons.advice import Layout
 from vdpp_core.lessons.sizing import (
     activation_factor,
     activations,
@@ -131,3 +134,54 @@ def _combined_claims() -> str:
 PP and DP by the guideline | each from the other | {sum(4 % pp == 0 for pp in range(1, 5))} answers | \
 PP from memory, then DP | For 32 GPUs and TP 8 both formulas are PP · DP = 4.
 {rows}"""
+
+
+SIZES = {"7B": (7e9, 4096, 32), "13B": (13e9, 5120, 40), "70B": (70e9, 8192, 80), "405B": (405e9, 16384, 126)}
+EXAMPLES = (  # name, model, layout, samples of a replica, what the article prints
+    ("70B with FSDP", "70B", Layout(1, 1, 8, "FULL_SHARD"), 8, "70 GB a GPU: fits 80 GB; 245 GB sent, 1960 Gbit/s"),
+    ("70B with TP", "70B", Layout(8, 1, 1), 8, "TP 8 for parameters and gradients; 42.9 GB sent"),
+    ("70B in 2D", "70B", Layout(8, 1, 4, "FULL_SHARD"), 2, "TP 8 × DP 4 on 4 nodes"),
+    ("405B in 3D", "405B", Layout(8, 16, 8, "SHARD_GRAD_OP"), 64, "TP 8 × PP 16 × DP 8 on 128 nodes"),
+    ("EC2, 7B", "7B", Layout(1, 1, 8, "FULL_SHARD"), 1, "DP 8: 8 GPUs, 1 node"),
+    ("EC2, 13B", "13B", Layout(1, 1, 16, "FULL_SHARD"), 1, "DP 16: 128 GPUs, 16 nodes"),
+    ("EC2, 70B", "70B", Layout(8, 1, 4, "FULL_SHARD"), 1, "TP 8 × DP 4: 32 GPUs, 4 nodes"),
+    ("EC2, 70B", "70B", Layout(8, 1, 8, "FULL_SHARD"), 1, "TP 8 × DP 8: 64 GPUs, 8 nodes"),
+    ("EC2, 405B", "405B", Layout(8, 4, 8, "SHARD_GRAD_OP"), 16, "TP 8 × PP 4 × DP 8: 256 GPUs, 32 nodes"),
+    ("EC2, 405B", "405B", Layout(8, 4, 16, "SHARD_GRAD_OP"), 16, "TP 8 × PP 4 × DP 16: 512 GPUs, 64 nodes"),
+)
+
+
+def examples() -> pd.DataFrame:
+    """The article's own settings on H100s of 80 GB: `example`, its answer (`article`), `ours` and the `difference`.
+
+    Sequence 4096, computing for a second, mixed precision, and without stages activations of all layers. Where the
+    article gives no batch, a replica has one sample, and with stages its 4 · P.
+    """
+    return pd.DataFrame(
+        [
+            [f"{name}: {layout} {layout.strategy}".rstrip(), printed, *_compared(*SIZES[model], layout, samples)]
+            for name, model, layout, samples, printed in EXAMPLES
+        ],
+        columns=["example", "article", "ours", "difference"],
+    )
+
+
+def _compared(parameters: float, hidden: int, layers: int, layout: Layout, samples: int) -> tuple[str, str]:
+    """What we answer for a layout of the article's, with the best one on its GPUs, and how its rules differ."""
+    gpus = layout.tp * layout.pp * layout.dp
+    sizes: dict[str, Any] = {"parameters": parameters, "hidden": hidden, "layers": layers}
+    sizes |= {"batch": samples * layout.dp, "iteration_seconds": 1.0}
+    run = advice.training(gpus, **sizes)
+    row = advice.row(run, layout)
+    sent = f"{row['inside_gb'] + row['between_gb']:.4g} GB sent, {row['between_gbit_per_s']:.4g} Gbit/s between nodes"
+    ours = f"{gpus} GPUs, {gpus // run.gpus_per_node} nodes; {row['memory_gb']:.4g} GB: "
+    ours += ("fits; " if not row["cause"] else f"does not fit: {row['reason']}; ") + sent
+    best = advice.advise(run).iloc[0]
+    if row["cause"]:
+        best = advice.advise(advice.training(gpus, **sizes, checkpointing=True)).iloc[0]
+    if pd.isna(best["place"]):
+        ours += "; nothing fits these GPUs"
+    elif best["layout"] != str(layout) or best["strategy"] != layout.strategy or row["cause"]:
+        again = "with checkpointing " if row["cause"] else ""
+        ours += f"; {again}{best['layout']} {best['strategy']} is best, {best['memory_gb']:.4g} GB"
+    return ours, row["article"] or "none"

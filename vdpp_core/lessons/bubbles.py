@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
-
-from vdpp_core.lessons import sizing
 from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.measure import Span
 

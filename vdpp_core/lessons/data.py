@@ -6,9 +6,9 @@ optimizer states it keeps, and what it therefore has to send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+import functools
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
 
-from vdpp_core.lessons.experiments import Experiment
-from vdpp_core.lessons.problems import Batch, Problem
+from vdpp_core.lessons import sizing
+from vdpp_core.lessons.experiments import PRECISIONS, Experiment
+from vdpp_core.lessons.problems import PROBLEMS, Batch, Problem
 from vdpp_core.lessons.techniques import Technique, adam, new_model, refuse_unless
 
 
 class Data(Technique):
     """A whole model on every rank, each with a part of the batch."""
 
+    casts = True  # computes with rounded copies of its parameters, in bf16
+
     def __init__(self, experiment: Experiment, problem: Problem, device: torch.device) -> None:
         super().__init__(experiment, problem, device)
-        model = new_model(experiment, problem, device)
+        model = new_model(experiment, problem, device, self.casts)
         self.model = self.spread(model, problem.blocks(model))
         self.modules, self.optimizer = [self.model], adam(self.model)
 
@@ -39,12 +40,44 @@ class Data(Technique):
         """Refuse what only pipelines do, and ranks without a sample."""
         for name in ("micro_batches", "chunks"):
             refuse_unless(name, getattr(experiment, name), getattr(experiment, name) == 1, "only in a pipeline")
-        refuse_unless("batch", experiment.batch, experiment.batch >= experiment.ranks, "must be a sample per rank")
+        parts = cls.parts(experiment)
+        words = f"must be at least {parts}, so that each part of the batch has a sample"
+        refuse_unless("batch", experiment.batch, experiment.batch >= parts, words)
 
     @classmethod
     def parts(cls, experiment: Experiment) -> int:
         """A part for each rank."""
         return experiment.ranks
+
+    @staticmethod
+    def grid(ranks: int) -> tuple[int, int]:
+        """How many groups hold everything, and how many ranks each of them shards it over."""
+        return ranks, 1
+
+    @classmethod
+    def formula(cls, experiment: Experiment) -> dict[str, float]:
+        """State over the shards; parameters gathered in the type computed with, gradients sent in the type kept."""
+        count, trained = size(experiment.problem)
+        each = 8 if experiment.precision == "fp64" else 4
+        computed = count * PRECISIONS[experiment.precision].itemsize
+        state = sizing.TrainingState(each * count, each * trained, 2 * each * trained)
+        replicas, shards = cls.grid(experiment.ranks)
+        samples = math.ceil(experiment.batch / cls.parts(experiment))
+        return {
+            **state.sharded(shards)._asdict(),
+            "gathered": cls.gathered(experiment, computed),
+            "activations": PROBLEMS[experiment.problem].kept(samples, experiment.precision, experiment.checkpointing),
+            "all_gather": cls.gathers * sizing.all_gather(computed, shards),
+            "reduce_scatter": sizing.all_gather(state.gradients, shards),
+            "all_reduce": sizing.all_reduce(state.gradients / shards, replicas),
+        }
+
+    gathers = 0
+
+    @classmethod
+    def gathered(cls, experiment: Experiment, computed: float) -> float:
+        """Bytes of whole parameters that are kept beside the state, of so many in the type that is computed with."""
+        return computed if experiment.precision == "bf16" else 0.0
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """The model as it is trained on several ranks."""
@@ -52,12 +85,14 @@ class Data(Technique):
 
     def mine(self, batch: Batch) -> list[Batch]:
         """What this rank takes of a batch."""
-        return [batch.parts(self.experiment.ranks)[dist.get_rank()]]
+        parts = self.parts(self.experiment)
+        return [batch.parts(parts)[dist.get_rank() * parts // self.experiment.ranks]]
 
     def step(self, batch: Batch) -> float:
         """One training step. The gradient that torch averages over the ranks is the sum of losses · N / batch size, so
         parts of unequal sizes are right, too."""
-        scale, total = self.experiment.ranks / len(batch), torch.zeros((), device=self.device)
+        parts, ranks = self.parts(self.experiment), self.experiment.ranks
+        scale, total = parts / len(batch), torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self.mine(batch):
             with self.timeline.span("forward"):
                 losses = self.problem.losses(self.problem.predict(self.model, part.inputs), part.target)
@@ -67,9 +102,9 @@ class Data(Technique):
         with self.timeline.span("optimizer"):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.experiment.ranks > 1:
+        if ranks > 1:
             dist.all_reduce(total)
-        return total.item() / len(batch)
+        return total.item() / len(batch) * parts / ranks
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on every rank."""
@@ -98,8 +133,6 @@ class OneRank(Data):
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """The model as it is."""
-        if self.experiment.precision == "bf16":
-            compute_in(torch.bfloat16, model, blocks)
         return model
 
     def mine(self, batch: Batch) -> list[Batch]:
@@ -112,19 +145,32 @@ class DDP(Data):
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Gradients live in the buckets that are sent, so they take no memory twice."""
-        if self.experiment.precision == "bf16":
-            compute_in(torch.bfloat16, model, blocks)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 class FullShard(Data):
     """FSDP, ZeRO stage 3: 1/N of everything; each block is gathered in the forward and again in the backward pass."""
 
+    casts = False  # FSDP does, as it gathers
     reshard_after_forward = True
+    gathers = 2
+
+    @staticmethod
+    def grid(ranks: int) -> tuple[int, int]:
+        """One group, which shards over all ranks."""
+        return 1, ranks
+
+    @classmethod
+    def gathered(cls, experiment: Experiment, computed: float) -> float:
+        """Nothing beyond the unit that computes."""
+        return 0.0
 
     def mesh(self) -> DeviceMesh:
-        """One dimension: all ranks share all parameters."""
-        return init_device_mesh(self.device.type, (self.experiment.ranks,), mesh_dim_names=("shard",))
+        """Between the groups that hold everything, where there are several, and inside them."""
+        shape = self.grid(self.experiment.ranks)
+        names = ("replicate", "shard")
+        first = 0 if shape[0] > 1 else 1
+        return init_device_mesh(self.device.type, shape[first:], mesh_dim_names=names[first:])
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Each block is a unit that is gathered on its own, and so is the rest of the model."""
@@ -140,12 +186,21 @@ class ShardGradOp(FullShard):
     """ZeRO stage 2: parameters stay gathered from the forward to the backward pass, which saves the second gather."""
 
     reshard_after_forward = False
+    gathers = 1
+
+    @classmethod
+    def gathered(cls, experiment: Experiment, computed: float) -> float:
+        """All parameters, when the backward pass begins: this is what makes it larger."""
+        return computed
 
 
 class HybridShard(FullShard):
     """FULL_SHARD in each half of the ranks, as in a node; the halves all-reduce their gradient shards."""
 
-    sizes = staticmethod(lambda ranks: (2, ranks // 2))
+    @staticmethod
+    def grid(ranks: int) -> tuple[int, int]:
+        """Two groups."""
+        return 2, ranks // 2
 
     @classmethod
     def check(cls, experiment: Experiment) -> None:
@@ -154,45 +209,20 @@ class HybridShard(FullShard):
         even = experiment.ranks >= 4 and experiment.ranks % 2 == 0
         refuse_unless("ranks", experiment.ranks, even, "must be an even number from 4 on for HYBRID_SHARD")
 
-    def mesh(self) -> DeviceMesh:
-        """Two dimensions: between the groups that share all parameters, and inside them."""
-        shape = self.sizes(self.experiment.ranks)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+class NoShard(FullShard):
+    """Everything on every rank, as with DDP. FSDP2 has no such strategy: this is HYBRID_SHARD in groups of one rank."""
+
+    gathers = 0
+
+    @staticmethod
+    def grid(ranks: int) -> tuple[int, int]:
+        """Groups of one rank."""
+        return ranks, 1
 
 
-class NoShard(HybridShard):
-    """Everything on every rank, as with DDP. FSDP2 has no such strategy: it is HYBRID_SHARD in groups of one rank."""
-
-    sizes = staticmethod(lambda ranks: (ranks, 1))
-
-    @classmethod
-    def check(cls, experiment: Experiment) -> None:
-        """As for other data parallelism."""
-        Data.check.__func__(cls, experiment)
-
-
-def compute_in(dtype: torch.dtype, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Have a model compute with rounded copies of its parameters and inputs, as FSDP's mixed precision does.
-
-    Unit by unit: the parameters stay in fp32, and so are their gradients, each rounded once.
-    """
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    for unit in (*blocks, model):
-        names = [name for name, value in unit.named_parameters() if unit is not model or id(value) not in inside]
-        unit.forward = _rounded(unit, names, dtype)
-
-
-def _rounded(unit: nn.Module, names: Sequence[str], dtype: torch.dtype) -> Callable[..., Any]:
-    forward = unit.forward
-
-    def rounded(value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
-
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        copies = {name: rounded(unit.get_parameter(name)) for name in names}
-        args, kwargs = tree_map_only(Tensor, rounded, (args, kwargs))
-        with _reparametrize_module(unit, copies):
-            return forward(*args, **kwargs)
-
-    return run
+@functools.cache
+def size(problem: str) -> tuple[int, int]:
+    """Number of a model's parameters, and of those that are trained."""
+    parameters = list(PROBLEMS[problem].model().parameters())
+    return sum(one.numel() for one in parameters), sum(one.numel() for one in parameters if one.requires_grad)

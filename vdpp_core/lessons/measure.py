@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -94,6 +94,7 @@ def _twice(size: float, ranks: int) -> float:
     return 2 * _ring(size, ranks)
 
 
+_A_NUMBER = 8  # bytes; such a message reports a loss, and is no part of the training
 _COUNTED = {  # operator -> collective, the argument that is the whole message (-1: the result), bytes sent of it
     "c10d::allreduce_": ("all_reduce", 0, _twice),
     "c10d::_allgather_base_": ("all_gather", 0, _ring),
@@ -118,10 +119,11 @@ class Traffic(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if (known := _COUNTED.get(func._schema.name)) is not None:
             collective, at, sent = known
-            group = _group(args)
-            counted = self.found.setdefault((collective, _label(group)), [0, 0])
-            counted[0] += 1
-            counted[1] += sent(_size(result if at < 0 else args[at]), group.size())
+            group, size = _group(args), _size(result if at < 0 else args[at])
+            if size > _A_NUMBER:
+                counted = self.found.setdefault((collective, _label(group)), [0, 0])
+                counted[0] += 1
+                counted[1] += sent(size, group.size())
         return result
 
     def sent(self) -> list[Sent]:
@@ -189,11 +191,28 @@ class _Held:
 
 
 class Activations:
-    """Counts what autograd keeps for the backward pass: each storage once, parameters not."""
+    """Counts what autograd keeps for the backward pass: each storage once, parameters not.
+
+    Attributes:
+        counting: the one that counts at present.
+        now, most: bytes.
+    """
+
+    counting: Activations | None = None
 
     def __init__(self, parameters: dict[int, Any]) -> None:
         self.parameters, self.users = parameters, dict[int, int]()
         self.now = self.most = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what is kept inside."""
+        Activations.counting = self
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            Activations.counting = None
 
     def add(self, tensor: Tensor, users: int) -> None:
         """Count a tensor as kept once more, or with -1 once less."""
@@ -213,6 +232,34 @@ class Activations:
     def unpack(kept: Any) -> Tensor:
         """The tensor again."""
         return kept.tensor if isinstance(kept, _Held) else kept
+
+
+def recomputation() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a checkpoint's forward pass and of its recomputation, in which activations are counted, too."""
+    return nullcontext(), _recomputed()
+
+
+@contextmanager
+def _recomputed() -> Iterator[None]:
+    """Count what a checkpoint keeps as it computes again, until it has computed all of it.
+
+    That is kept by hooks of the checkpoint's own: they are called from ours.
+    """
+    counting, hooks = Activations.counting, torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if counting is None or hooks is None:
+        yield
+        return
+    packed: list[Any] = []
+
+    def pack(tensor: Tensor) -> Any:
+        packed.append(counting.pack(tensor))
+        return hooks[0](tensor)
+
+    try:
+        with saved_tensors_hooks(pack, hooks[1]):
+            yield
+    finally:
+        packed.clear()  # the frame lives on in the traceback of the exception that ends a recomputation early
 
 
 class Meter:
@@ -237,11 +284,14 @@ class Meter:
         activations, traffic = Activations(self._seen), Traffic()
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._called).remove)
+            stack.callback(
+                register_module_forward_hook(self._called).remove
+            )  # FSDP has gathered what a unit has itself
             stack.callback(self.optimizer.register_step_pre_hook(self._before_step).remove)
             stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
             self.timeline.at_start = self._at_start
             stack.callback(setattr, self.timeline, "at_start", None)
-            stack.enter_context(saved_tensors_hooks(activations.pack, activations.unpack))
+            stack.enter_context(activations.counted())
             stack.enter_context(traffic)
             yield
         self.memory.activations, self.sent = activations.most, traffic.sent()
@@ -250,7 +300,7 @@ class Meter:
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for module in self.modules for parameter in module.parameters())
 
-    def _called(self, module: nn.Module, _: Any) -> None:
+    def _called(self, module: nn.Module, *_: Any) -> None:
         """Note what a module computes with: its own parameters, or gathered or cast ones."""
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import torch
-from diffusers import EulerDiscreteScheduler, StableVideoDiffusionPipeline
+from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vdpp_core.config.fields import MODELS
+from vdpp_core.lessons import sizing
 from vdpp_core.tiny_svd import train
 from vdpp_core.tiny_svd.clips import scenes
 
@@ -61,6 +63,9 @@ class Problem(Protocol):
 
     def predict(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """The model's prediction."""
+
+    def kept(self, samples: int, precision: str, checkpointing: bool) -> float:
+        """Bytes of activations kept for the backward pass, by formula; NaN where there is none."""
 
     def losses(self, prediction: Tensor, target: Tensor) -> Tensor:
         """The loss of each sample, (N,), at least in fp32. The loss of a step is their mean."""
@@ -136,6 +141,14 @@ class TransformerProblem:
         """Logits (N, sequence, vocabulary)."""
         return model(**inputs)
 
+    def kept(self, samples: int, precision: str, checkpointing: bool) -> float:
+        """The layers' activations, without dropout; embeddings and head are left out."""
+        each = {"fp32": 4, "bf16": 2, "fp64": 8}[precision]
+        sizes = samples, self.sequence, self.hidden, self.layers
+        if checkpointing:
+            return sizing.checkpointed(*sizes, each=each, dropout=False)
+        return sizing.activations(*sizes, sizing.activation_factor(each=each, dropout=False))
+
     def losses(self, prediction: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy of each sequence."""
         logits = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
@@ -155,7 +168,7 @@ class SVDProblem:
 
     def model(self) -> nn.Module:
         """The UNet in the package."""
-        unet = self._pipeline().unet.train()
+        unet = UNetSpatioTemporalConditionModel.from_pretrained(MODELS["tiny"], subfolder="unet").train()
         for name, parameter in unet.named_parameters():
             if (
                 any(part in name for part in (".attn2.to_q.", ".attn2.to_k.", ".norm2."))
@@ -168,20 +181,12 @@ class SVDProblem:
         """The blocks on the way down, in the middle and on the way up."""
         return [*model.down_blocks, model.mid_block, *model.up_blocks]
 
-    @staticmethod
-    def _pipeline() -> StableVideoDiffusionPipeline:
-        return StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"], use_safetensors=True)
-
-    def scheduler(self) -> EulerDiscreteScheduler:
-        """The scheduler of the small model, which denoising uses."""
-        return self._pipeline().scheduler
-
     @cached_property
     def _pool(self) -> tuple[train.Pool, Tensor]:
-        pipeline, pool = self._pipeline(), train.Pool.empty(self.clips)
+        pipeline = StableVideoDiffusionPipeline.from_pretrained(MODELS["tiny"], use_safetensors=True)
+        pool = train.Pool.empty(self.clips, self.frames)
         for index in range(self.clips):
             pool.put(index, pipeline, scenes(1))
-        pool.latents = pool.latents[:, : self.frames].clone()
         return pool, torch.tensor(pipeline.vae.config.scaling_factor)
 
     def batch(self, size: int, step: int) -> Batch:
@@ -197,6 +202,10 @@ class SVDProblem:
     def predict(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """The v-prediction (N, frames, 4, H, W)."""
         return model(**inputs, return_dict=False)[0]
+
+    def kept(self, samples: int, precision: str, checkpointing: bool) -> float:
+        """Not known: a UNet's layers are of many sizes."""
+        return math.nan
 
     def losses(self, prediction: Tensor, target: Tensor) -> Tensor:
         """The squared error of each clip's v-prediction."""

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -116,28 +115,23 @@ def train(
     made: Technique, after_step: Callable[[int], None] = lambda _: None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Do the steps of an experiment; the last one is measured, which takes time, the others are timed."""
-    experiment = made.experiment
-    meter, losses, seconds = Meter(made.modules, made.optimizer, made.timeline), [], []
-    spans, began = made.timeline.spans, made.timeline.began
+    experiment, steps = made.experiment, list[dict[str, Any]]()
+    meter, losses = Meter(made.modules, made.optimizer, made.timeline), list[float]()
     for step in range(experiment.steps):
         batch = made.problem.batch(experiment.batch, step).to(PRECISIONS[experiment.precision])
         if dist.is_initialized():
             dist.barrier()
         made.timeline.restart()
-        is_last = step == experiment.steps - 1
-        with meter.measuring() if is_last else nullcontext():
+        with meter.measuring() if step == experiment.steps - 1 else nullcontext():
             losses.append(made.step(batch))
-        seconds.append(made.timeline.now())
-        if not is_last or step == 0:
-            spans, began = made.timeline.spans, made.timeline.began
+        seconds, spans = made.timeline.now(), made.timeline.spans
+        steps.append({"began": made.timeline.began, "seconds": seconds, "events": [asdict(span) for span in spans]})
         after_step(step)
     found = {
         "losses": losses,
-        "seconds": seconds,
         "memory": asdict(meter.memory),
         "sent": [asdict(one) for one in meter.sent],
-        "began": began,
-        "events": [asdict(span) for span in spans],
+        "steps": steps,
     }
     return found, made.weights()
 
@@ -166,20 +160,24 @@ def _compared(
     losses: list[float],
     expected: dict[str, Tensor],
 ) -> dict[str, Any]:
-    """The result of an experiment as JSON."""
-    first = min(rank["began"] for rank in ranks)
-    for rank in ranks:
-        later = rank.pop("began") - first  # ranks of one machine share the clock
-        rank["events"] = [
-            span | {"begin": span["begin"] + later, "end": span["end"] + later} for span in rank["events"]
-        ]
-    seconds = [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    """The result of an experiment as JSON, with the events of the step whose time is the median."""
+    steps = list(zip(*(rank.pop("steps") for rank in ranks), strict=True))  # each: of all ranks
+    seconds = [max(one["seconds"] for one in step) for step in steps]
+    timed = range(len(steps))[1:-1] or range(1)  # the first one prepares, the last one is measured
+    chosen = sorted(timed, key=lambda step: seconds[step])[(len(timed) - 1) // 2]
+    first = min(one["began"] for one in steps[chosen])
+    for rank, own in zip(ranks, steps[chosen], strict=True):
+        later = own["began"] - first  # ranks of one machine share the clock
+        moved = ({"begin": span["begin"] + later, "end": span["end"] + later} for span in own["events"])
+        rank["events"] = [span | times for span, times in zip(own["events"], moved, strict=True)]
     return {
         "experiment": asdict(experiment),
         "losses": ranks[0]["losses"],
         "losses_of_one_rank": losses,
         **differences(ranks[0]["losses"], losses, weights, expected),
-        "step_s": median(seconds[1:-1] or seconds),
+        "formula": technique(experiment.technique).formula(experiment),
+        "seconds": seconds,
+        "step_s": seconds[chosen],
         "ranks": ranks,
     }
 
@@ -197,7 +195,12 @@ def differences(
     apart = [weights[name].double() - value.double() for name, value in expected.items()]
     norm, whole = (sum(one.square().sum().item() for one in many) ** 0.5 for many in (apart, [*expected.values()]))
     return {
-        "loss_difference": max(abs(a / b - 1) for a, b in zip(losses, expected_losses, strict=True)),
+        "loss_difference": (
+            torch.tensor(losses, dtype=torch.float64) / torch.tensor(expected_losses, dtype=torch.float64) - 1
+        )
+        .abs()
+        .max()
+        .item(),
         "weights_difference": norm / whole,
-        "largest_difference": max(one.abs().max().item() for one in apart),
+        "largest_difference": torch.stack([one.abs().max() for one in apart]).max().item(),
     }

@@ -47,13 +47,15 @@ def training_state(parameters: Size, each: tuple[Size, Size, Size] = (2, 2, 4)) 
 
 
 @checked
-def activation_factor(tensor_parallel: Count = 1) -> float:
-    """Activation bytes per position, channel and layer of a GPT, 16-bit with fused attention: 10 + 24/TP, so 34 alone.
+def activation_factor(tensor_parallel: Count = 1, each: Size = 2, dropout: bool = True) -> float:
+    """Activation bytes per position, channel and layer of a GPT with fused attention: 10 + 24/TP in 16 bits, so 34.
 
-    Korthikanti et al. 2022. Their further 5·a·s/h is the attention matrix, which fused kernels do not keep. The article
-    has 16 (FSDP, requirement 1).
+    Korthikanti et al. 2022: 4 + 12/TP values of `each` bytes, and two masks of dropout of a byte. The 16 values are the
+    inputs and outputs of both norms, queries, keys, values, the output of attention, and 4 + 4 around the activation
+    function. Their further 5·a·s/h is the attention matrix, which fused kernels do not keep. The article has 16 (FSDP,
+    requirement 1): the number of values, as if each had a byte.
     """
-    return 10 + 24 / tensor_parallel
+    return (4 + 12 / tensor_parallel) * each + (2 if dropout else 0)
 
 
 @checked
@@ -63,6 +65,24 @@ def activations(batch: Count, sequence: Count, hidden: Count, layers: Count, fac
     With one layer and the bytes of a value it is the message of tensor and pipeline parallelism (their requirement 2).
     """
     return batch * sequence * hidden * layers * factor
+
+
+@checked
+def checkpointed(
+    batch: Count,
+    sequence: Count,
+    hidden: Count,
+    layers: Count,
+    tensor_parallel: Count = 1,
+    each: Size = 2,
+    dropout: bool = True,
+) -> float:
+    """Bytes kept where only the input of each layer is, and one layer at a time is computed again.
+
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022.
+    """
+    again = activations(batch, sequence, hidden, 1, activation_factor(tensor_parallel, each, dropout))
+    return activations(batch, sequence, hidden, layers, each) + again
 
 
 @checked
@@ -100,18 +120,24 @@ class Strategy(NamedTuple):
     between: float
 
 
-def strategies(state: TrainingState, gpus: int, gpus_per_node: int) -> dict[str, Strategy]:
-    """FSDP's sharding strategies on N GPUs in n nodes of g, everything sent in the type it is kept in.
+def strategies(
+    state: TrainingState, gpus: int, gpus_per_node: int, as_sent: tuple[float, float] | None = None
+) -> dict[str, Strategy]:
+    """FSDP's sharding strategies on N GPUs in n nodes of g.
 
     A ring leaves a node once, so a GPU's share of that traffic is 1/g. HYBRID_SHARD is FULL_SHARD over g, and over n an
     all-reduce of each gradient shard: 2 · G/g · (n−1)/n (Zhao et al. 2023; article: FSDP, requirement 3).
+
+    Args:
+        as_sent: bytes of all parameters and all gradients as they are sent; by default in the type they are kept in.
 
     Raises:
         ConfigError: g does not divide N.
     """
     nodes = groups(gpus, gpus_per_node)
     share, in_node = state.sharded(gpus), state.sharded(gpus_per_node)
-    sent = functools.partial(fsdp_traffic, state.parameters, state.gradients)
+    parameters, gradients = as_sent or state[:2]
+    sent = functools.partial(fsdp_traffic, parameters, gradients)
 
     def ring(memory: float, traffic: float) -> Strategy:
         between = traffic / gpus_per_node if nodes > 1 else 0
@@ -120,8 +146,8 @@ def strategies(state: TrainingState, gpus: int, gpus_per_node: int) -> dict[str,
     return {
         "FULL_SHARD": ring(sum(share), sent(gpus)),
         "SHARD_GRAD_OP": ring(state.parameters + sum(share[1:]), sent(gpus, False)),
-        "NO_SHARD": ring(sum(state), all_reduce(state.gradients, gpus)),
-        "HYBRID_SHARD": Strategy(sum(in_node), sent(gpus_per_node), all_reduce(in_node.gradients, nodes)),
+        "NO_SHARD": ring(sum(state), all_reduce(gradients, gpus)),
+        "HYBRID_SHARD": Strategy(sum(in_node), sent(gpus_per_node), all_reduce(gradients / gpus_per_node, nodes)),
     }
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Adam, Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.lessons.measure import Timeline
+from vdpp_core.lessons.measure import Timeline, recomputation
 
 if TYPE_CHECKING:
     from vdpp_core.lessons.experiments import Experiment
@@ -75,6 +78,15 @@ class Technique:
         """
         return 1
 
+    @classmethod
+    def formula(cls, experiment: Experiment) -> dict[str, float]:
+        """What the formulas of `sizing` say that a rank holds and sends in a step, in bytes; only what is known.
+
+        Keys: the attributes of `measure.Memory`, and collectives as of `measure.Sent`. Of ranks that differ, the one
+        with most.
+        """
+        return {}
+
     def step(self, batch: Batch) -> float:
         """One training step on the whole batch, of which each rank takes its part.
 
@@ -94,12 +106,54 @@ def refuse_unless(argument: str, value: object, condition: bool, allowed: str) -
         raise ConfigError(argument, value, allowed)
 
 
-def new_model(experiment: Experiment, problem: Problem, device: torch.device) -> nn.Module:
-    """The problem's model on a device, in fp64 where the experiment is, with checkpointing of its blocks on demand."""
-    model = problem.model().to(device, torch.float64 if experiment.precision == "fp64" else torch.float32)
-    for block in problem.blocks(model) if experiment.checkpointing else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+def new_model(experiment: Experiment, problem: Problem, device: torch.device, casts: bool = True) -> nn.Module:
+    """The problem's model on a device, in fp64 where the experiment is, with checkpointing of its blocks on demand.
+
+    Args:
+        casts: whether it computes with rounded copies of its parameters where the experiment is in bf16.
+    """
+    dtype = torch.float64 if experiment.precision == "fp64" else torch.float32
+    model = nn.Module.to(problem.model(), device, dtype)  # diffusers' own `to` warns
+    blocks = problem.blocks(model)
+    if casts and experiment.precision == "bf16":
+        compute_in(torch.bfloat16, model, blocks)
+    for block in blocks if experiment.checkpointing else ():
+        checkpointed(block)
     return model
+
+
+def checkpointed(block: nn.Module) -> None:
+    """Have a block keep its input alone, and compute the rest of its activations again in the backward pass."""
+    settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": recomputation}
+    block.forward = partial(checkpoint, block.forward, **settings)
+
+
+def compute_in(dtype: torch.dtype, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Have a model compute with rounded copies of its parameters and inputs, as FSDP's mixed precision does.
+
+    Unit by unit: the parameters stay in fp32, and so are their gradients, each rounded once.
+    """
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    for unit in (*blocks, model):
+        names = [name for name, value in unit.named_parameters() if unit is not model or id(value) not in inside]
+        unit.forward = _rounded(unit, names, dtype)
+
+
+def _rounded(unit: nn.Module, names: Sequence[str], dtype: torch.dtype) -> Callable[..., Any]:
+    forward = unit.forward
+
+    def rounded(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        copies = {name: rounded(unit.get_parameter(name)) for name in names}
+        # A view, so that a unit's gradients are added up before others join them: the order matters in bf16.
+        args, kwargs = tree_map_only(Tensor, lambda value: rounded(value).view_as(value), (args, kwargs))
+        with _reparametrize_module(unit, copies):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def adam(*modules: nn.Module) -> Adam:

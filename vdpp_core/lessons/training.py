@@ -17,7 +17,7 @@ from IPython.display import HTML, display
 from launch import warm_start
 from launch.widgets.watch import REFRESH_S, bar
 from vdpp_core.config.errors import ConfigError
-from vdpp_core.lessons import training_folder
+from vdpp_core.lessons import compared, training_folder
 from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.training_folder import LAUNCHER
 from vdpp_core.runs import processes
@@ -67,10 +67,8 @@ class Job:
         return training_folder.results(self.folder)
 
     def table(self) -> pd.DataFrame:
-        """Return a row for each experiment that has ended: what it was, and how far it is from one rank."""
-        numbers = ("loss_difference", "weights_difference", "largest_difference", "step_s")
-        rows = [{**result["experiment"], **{name: result[name] for name in numbers}} for result in self.results()]
-        return pd.DataFrame(rows)
+        """Return a row for each experiment that has ended, as `compared.equality`."""
+        return compared.equality(self.results())
 
     def progress(self) -> dict[str, Any]:
         """Return how far it is: share (0 to 1), finished experiments, and the current experiment and step of each rank.

@@ -186,10 +186,10 @@ class Pool:
     added_time_ids: Tensor
 
     @classmethod
-    def empty(cls, size: int) -> Pool:
+    def empty(cls, size: int, frames: int = FRAMES) -> Pool:
         """A pool of `size` clips without values."""
         return cls(
-            torch.empty(size, FRAMES, 4, 8, 8),
+            torch.empty(size, frames, 4, 8, 8),
             torch.empty(size, 4, 8, 8),
             torch.empty(size, 1, 32),
             torch.empty(size, 3),
@@ -198,7 +198,7 @@ class Pool:
     @torch.no_grad()
     def put(self, index: int, pipeline: StableVideoDiffusionPipeline, clip: Scenes) -> None:
         """Encode the clip of one scene as the official pipeline does, with a random frame rate, which has no effect."""
-        frames = clip.draw()[0]
+        frames = clip.draw(self.latents.shape[1])[0]
         strength = 0.1 * torch.rand(()).item()
         noisy = frames[:1] * 2 - 1 + strength * torch.randn_like(frames[:1])
         self.latents[index] = pipeline.vae.encode(frames * 2 - 1).latent_dist.mode()
