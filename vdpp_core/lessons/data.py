@@ -108,9 +108,7 @@ class Data(Technique):
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on every rank."""
-        return {
-            name.removeprefix("module."): whole(value).detach() for name, value in self.model.named_parameters()
-        }
+        return {name.removeprefix("module."): whole(value).detach() for name, value in self.model.named_parameters()}
 
 
 class OneRank(Data):

@@ -60,9 +60,7 @@ def check_cut(experiment: Experiment, ranks: int) -> None:
         refuse_unless("ranks", experiment.ranks, problem.heads % ranks == 0, words)
 
 
-def formula(
-    experiment: Experiment, tp: int, shards: int = 1, gathers: int = 0, stages: int = 1
-) -> dict[str, float]:
+def formula(experiment: Experiment, tp: int, shards: int = 1, gathers: int = 0, stages: int = 1) -> dict[str, float]:
     """What a rank of the first stage holds and sends in a step, in bytes; see `Technique.formula`.
 
     Projections are cut; embeddings, norms and the head are not. Layers whose activations are computed again have one

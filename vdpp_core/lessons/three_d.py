@@ -13,7 +13,7 @@ from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.layers import Stage
 from vdpp_core.lessons.pipelines import OneForwardOneBackward
 from vdpp_core.lessons.problems import Batch, Block, Problem
-from vdpp_core.lessons.techniques import refuse_unless
+from vdpp_core.lessons.techniques import checkpointed, refuse_unless
 from vdpp_core.lessons.tensor import TP, check_cut, cut, formula
 
 PP = 2  # stages
@@ -55,10 +55,12 @@ class ThreeD(OneForwardOneBackward):
 
     def prepared(self, stage: Stage) -> nn.Module:
         """First the pieces of each block, then their shards."""
-        pieces = stage.pieces()
-        cut([piece for piece in pieces if isinstance(piece, Block)], self.mesh["tp"])
+        pieces, policy = stage.pieces(), mixed_precision(self.experiment)
+        blocks = [piece for piece in pieces if isinstance(piece, Block)]
+        for block in blocks if self.experiment.checkpointing else ():
+            checkpointed(block)
+        cut(blocks, self.mesh["tp"])
         for unit in (*pieces, stage):
-            policy = mixed_precision(self.experiment)
             fully_shard(unit, mesh=self.mesh["dp"], reshard_after_forward=False, mp_policy=policy)
         return stage
 
