@@ -31,8 +31,8 @@ TP = 2  # ranks that share a layer where other ranks share the batch
 def plan() -> dict[str, ParallelStyle]:
     """How torch cuts a block of the transformer.
 
-    Norms are computed whole by each rank. They hand on DTensors, so that the gradients that come back from queries, keys
-    and values are added before the all-reduce, instead of one all-reduce for each.
+    Norms are computed whole by each rank. They hand on DTensors, so that the gradients that come back from queries,
+    keys and values are added before the all-reduce, instead of one all-reduce for each.
     """
     whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
     columns = dict.fromkeys(("to_q", "to_k", "to_v", "fc1"), ColwiseParallel())
