@@ -37,9 +37,7 @@ class Data(Technique):
 
     @classmethod
     def check(cls, experiment: Experiment) -> None:
-        """Refuse what only pipelines do, and ranks without a sample."""
-        for name in ("micro_batches", "chunks"):
-            refuse_unless(name, getattr(experiment, name), getattr(experiment, name) == 1, "only in a pipeline")
+        """Refuse ranks without a sample."""
         parts = cls.parts(experiment)
         words = f"must be at least {parts}, so that each part of the batch has a sample"
         refuse_unless("batch", experiment.batch, experiment.batch >= parts, words)

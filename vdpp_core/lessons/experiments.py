@@ -53,7 +53,12 @@ class Experiment:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(name, value, f"must be a whole number from 1 to {most}")
-        techniques.technique(self.technique).check(self)
+        kind = techniques.technique(self.technique)
+        for name in {"micro_batches", "chunks"} - set(kind.takes):
+            techniques.refuse_unless(
+                name, getattr(self, name), getattr(self, name) == 1, f"must be 1 for {self.technique}"
+            )
+        kind.check(self)
 
     @property
     def name(self) -> str:

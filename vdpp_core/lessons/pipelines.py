@@ -62,6 +62,7 @@ class Pipeline(Technique):
         sent: rank -> bytes sent to it so far.
     """
 
+    takes = ("micro_batches",)
     schedule: type[Any]
     group: dist.ProcessGroup | None = None
 
@@ -187,12 +188,6 @@ class GPipe(Pipeline):
 
     schedule: type[Any] = pipelining.ScheduleGPipe
 
-    @classmethod
-    def check(cls, experiment: Experiment) -> None:
-        """Refuse chunks: this schedule has one stage a rank."""
-        super().check(experiment)
-        refuse_unless("chunks", experiment.chunks, experiment.chunks == 1, f"must be 1 for {experiment.technique}")
-
 
 class OneForwardOneBackward(GPipe):
     """A backward pass as soon as there is one: no stage keeps more than P micro-batches (Narayanan et al. 2019)."""
@@ -212,6 +207,7 @@ class OneForwardOneBackward(GPipe):
 class Interleaved(Pipeline):
     """1F1B with several shorter stages a rank, so that the fill is shorter (Narayanan et al. 2021)."""
 
+    takes = ("micro_batches", "chunks")
     schedule: type[Any] = pipelining.ScheduleInterleaved1F1B
     least_chunks = 2
 

@@ -193,14 +193,10 @@ def differences(
     if weights.keys() != expected.keys():
         raise ValueError(f"weights differ in name: {sorted(weights.keys() ^ expected.keys())[:4]}")
     apart = [weights[name].double() - value.double() for name, value in expected.items()]
-    norm, whole = (sum(one.square().sum().item() for one in many) ** 0.5 for many in (apart, [*expected.values()]))
-    return {
-        "loss_difference": (
-            torch.tensor(losses, dtype=torch.float64) / torch.tensor(expected_losses, dtype=torch.float64) - 1
-        )
-        .abs()
-        .max()
-        .item(),
+    norm, whole = (sum(one.square().sum().item() for one in many) ** 0.5 for many in (apart, expected.values()))
+    found, alone = (torch.tensor(each, dtype=torch.float64) for each in (losses, expected_losses))
+    return {  # NaN where one of them is: torch's maximum does not skip it, as Python's does
+        "loss_difference": (found / alone - 1).abs().max().item(),
         "weights_difference": norm / whole,
         "largest_difference": torch.stack([one.abs().max() for one in apart]).max().item(),
     }
