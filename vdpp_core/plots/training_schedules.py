@@ -16,10 +16,10 @@ from vdpp_core.plots.style import COLOURS, INK, name_rows, new_figure
 _SHADES = sns.light_palette(COLOURS["pp"], n_colors=100, as_cmap=True)
 LOOKS: dict[str, dict[str, Any]] = {  # kind of span -> its bar
     "forward": {"facecolor": _SHADES(0.25), "edgecolor": INK},
-    "loss": {"facecolor": "white", "edgecolor": INK},
+    "loss": {"facecolor": (1, 1, 1), "edgecolor": INK},
     "backward": {"facecolor": _SHADES(0.95), "edgecolor": INK},
     "input gradients": {"facecolor": _SHADES(0.6), "edgecolor": INK},
-    "weight gradients": {"facecolor": "white", "edgecolor": INK, "hatch": "////"},
+    "weight gradients": {"facecolor": (1, 1, 1), "edgecolor": INK, "hatch": "////"},
 }
 
 
@@ -77,9 +77,10 @@ def _draw(ax: Axes, panel: Panel) -> None:
             ax.add_patch(Rectangle((span.begin - first, rank - 0.4), length, 0.8, linewidth=0.6, **look))
             if length > 0.012 * latest:
                 label = f"{span.micro_batch}{'′' * span.chunk * panel.primes}"
-                ink = "white" if sum(look["facecolor"][:3]) < 1.5 else "black" if look["facecolor"] != "white" else INK
+                ink = "white" if sum(look["facecolor"][:3]) < 1.5 else "black"
                 middle = (span.begin + span.end) / 2 - first
-                ax.text(middle, rank, label, ha="center", va="center", fontsize=6.5, color=ink)
+                box = {"facecolor": look["facecolor"], "edgecolor": "none", "pad": 0.4}
+                ax.text(middle, rank, label, ha="center", va="center", fontsize=6.5, color=ink, bbox=box)
     for (rank, begin), (other, end) in _hops(drawn, panel.followed):
         arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
         side = 0.4 if other > rank else -0.4
