@@ -18,12 +18,11 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from vdpp_core.lessons.bubbles import COMPUTING
-from vdpp_core.lessons.data import compute_in
 from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.layers import Stage, balanced, layers_of, operations
 from vdpp_core.lessons.measure import Span, Timeline
 from vdpp_core.lessons.problems import PROBLEMS, Batch, Problem
-from vdpp_core.lessons.techniques import Technique, adam, refuse_unless
+from vdpp_core.lessons.techniques import Technique, adam, compute_in, refuse_unless
 
 
 class TimedStage(pipelining.PipelineStage):
@@ -62,7 +61,7 @@ class Pipeline(Technique):
         sent: rank -> bytes sent to it so far.
     """
 
-    takes = ("micro_batches",)
+    takes: tuple[str, ...] = ("micro_batches",)
     schedule: type[Any]
     group: dist.ProcessGroup | None = None
 
