@@ -62,7 +62,7 @@ class Pipeline(Technique):
         sent: rank -> bytes sent to it so far.
     """
 
-    takes = ("micro_batches",)
+    takes: tuple[str, ...] = ("micro_batches",)
     schedule: type[Any]
     group: dist.ProcessGroup | None = None
 
