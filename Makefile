@@ -6,11 +6,12 @@ IN_ORDER := -m pytest --dist loadfile --no-loadscope-reorder # of the arguments,
 UNIT := OMP_NUM_THREADS=1 $(VENV)/python $(IN_ORDER) -n 2
 RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python $(IN_ORDER) -n 4 # ranks wait more than they compute
 
-LONG_UNIT := advice.py fuzz.py memory.py safety.py denoise.py gpu_check.py stages.py predictor.py many_ranks.py variants.py
-UNITS := $(addprefix tests/unit/test_,$(LONG_UNIT) tiny_model.py other_device.py training.py) tests/unit
-LONG_RANKS := parity.py survival.py nodes.py lockstep.py failures.py doubles.py launch.py warm_starts.py peers.py
+LONG_UNIT := fuzz.py advice.py denoise.py memory.py training.py gpu_check.py stages.py safety.py many_ranks.py predictor.py
+UNITS := $(addprefix tests/unit/test_,$(LONG_UNIT) variants.py tiny_model.py other_device.py) tests/unit
+LONG_RANKS := nodes.py parity.py survival.py lockstep.py failures.py family_axes.py commands.py launch.py doubles.py
 LONG_NOTEBOOKS := $(addprefix tests/notebooks/test_,other_pipelines.py predicting.py notebooks.py planning.py)
-WITH_RANKS := $(LONG_NOTEBOOKS) tests/notebooks $(addprefix tests/distributed/test_,$(LONG_RANKS)) tests/browser tests/distributed
+WITH_RANKS := $(LONG_NOTEBOOKS) $(addprefix tests/distributed/test_,$(LONG_RANKS) warm_starts.py expert_ranks.py generate.py)
+WITH_RANKS += tests/browser tests/notebooks tests/distributed
 
 ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py warm_starts.py)
 
