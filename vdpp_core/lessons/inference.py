@@ -46,10 +46,13 @@ class LayerPipeline:
 
     Samples are its micro-batches: with as many as ranks, a rank works on one while the others are elsewhere. torch's
     schedules end with each forward pass; here the next step follows without a pause.
+
+    Args:
+        alone: this rank has all layers.
     """
 
-    def __init__(self, problem: SVDProblem, samples: int) -> None:
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    def __init__(self, problem: SVDProblem, samples: int, alone: bool = False) -> None:
+        self.rank, self.ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         self.parts = problem.batch(samples, 0).parts(samples)
         model = problem.model().eval()
         layers = counted(model, self.parts[0].inputs)
