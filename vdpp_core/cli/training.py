@@ -2,26 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from vdpp_core.cli.arguments import Switch, shown
+from vdpp_core.cli import arguments
+from vdpp_core.cli.arguments import N, Switch, shown, whole_number
 from vdpp_core.cli.run import carry_out
+from vdpp_core.config.errors import ConfigError
 from vdpp_core.parallel.rendezvous import Ranks
+
+if TYPE_CHECKING:
+    from vdpp_core.lessons.experiments import Experiment
+    from vdpp_core.lessons.training import Job
+
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class Training:
-    """Train small models split in several ways; compare each with one rank and with its formulas."""
+    """Train small models split in several ways on CPU ranks; compare each with one rank and with its formulas."""
 
-    folder: Annotated[Path | None, shown("FOLDER")] = None  # under torchrun: experiments that were prepared
+    techniques: Annotated[tuple[str, ...], shown("NAME [NAME ...]", default="all that fit")] = ()  # ways to split
+    problems: Annotated[tuple[str, ...], shown("NAME [NAME ...]")] = ("transformer", "svd")  # transformer, svd
+    ranks: Annotated[str, N] = "4"  # processes of each technique but one rank
+    batch: Annotated[tuple[str, ...], shown("N [N ...]")] = ("8",)  # samples of a step; several sizes, several runs
+    steps: Annotated[str, N] = "3"  # training steps
+    precision: Annotated[tuple[str, ...], shown("fp32|bf16|fp64 [...]")] = ("fp32",)  # of the computation
+    micro_batches: Annotated[str, N] = "4"  # of pipelines
+    chunks: Annotated[str, N] = "2"  # pieces of the model on a rank of an interleaved pipeline
+    checkpointing: Switch = False  # recompute activations in the backward pass; each technique without and with
+    folder: Annotated[str | None, shown("FOLDER")] = None  # under torchrun: be a rank of a job that was prepared
     json: Switch = False  # print JSON
 
-    def __call__(self, ranks: Ranks, argv: Sequence[str]) -> None:
+    def __call__(self, ranks: Ranks, _: Sequence[str]) -> None:
         if self.folder is not None:
             from vdpp_core.lessons import rank
 
-            carry_out(partial(rank.main, self.folder, ranks), ranks)
+            carry_out(partial(rank.main, Path(self.folder), ranks), ranks)
+            return
+        from vdpp_core.lessons import compared, training  # takes seconds to import
+
+        job = training.start(list(self._experiments()))
+        try:
+            _follow(job)
+        except KeyboardInterrupt:
+            job.stop()
+            raise
+        if (failure := job.failure()) is not None:
+            print(f"failed: {failure}; see {job.folder / 'launcher.log'}", file=sys.stderr)
+        results = job.results()
+        if self.json:
+            print(json.dumps(results, indent=2))
+        elif results:
+            print(*compared.in_words(results), sep="\n")
+        if job.outcome() != "ok":
+            raise SystemExit(1)
+
+    def _experiments(self) -> Iterator[Experiment]:
+        """All combinations; those that do not fit are left out with a line, unless their technique was named."""
+        from vdpp_core.lessons import techniques
+        from vdpp_core.lessons.experiments import Experiment
+
+        names = [techniques.named(name) for name in self.techniques] or list(techniques.PLACES)
+        batches = [whole_number("batch", size) for size in self.batch]
+        switches = (False, True) if self.checkpointing else (False,)
+        for problem, batch, precision, recompute, name in itertools.product(
+            self.problems, batches, self.precision, switches, names
+        ):
+            takes = techniques.technique(name).takes
+            try:
+                yield Experiment(
+                    name,
+                    problem,
+                    1 if name == "one rank" else whole_number("ranks", self.ranks),
+                    batch,
+                    whole_number("steps", self.steps),
+                    precision,
+                    recompute,
+                    **{each: whole_number(each, getattr(self, each)) for each in takes},
+                )
+            except ConfigError as error:
+                if self.techniques:
+                    raise
+                arguments.warn([f"left out: {name}, {problem}, batch {batch}: {error}"])
+
+
+def _follow(job: Job) -> None:
+    """Print a line for each experiment that ends."""
+    shown_so_far = 0
+    while True:
+        outcome = job.outcome()
+        for result in job.results()[shown_so_far:]:
+            shown_so_far += 1
+            name, seconds = job.experiments[shown_so_far - 1].name, result["step_s"]
+            print(f"{shown_so_far}/{len(job.experiments)}  {name}: {seconds:.2f} s a step", file=sys.stderr, flush=True)
+        if outcome is not None:
+            return
+        time.sleep(POLL_S)

@@ -45,7 +45,8 @@ class Experiment:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        for name, known in {"technique": techniques.PLACES, "problem": PROBLEMS, "precision": PRECISIONS}.items():
+        names = (("technique", [*techniques.PLACES]), ("problem", [*PROBLEMS]), ("precision", [*PRECISIONS]))
+        for name, known in names:
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
         limits = {"ranks": MOST_RANKS, "batch": MOST, "steps": MOST, "micro_batches": self.batch, "chunks": MOST_RANKS}
@@ -53,7 +54,12 @@ class Experiment:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(name, value, f"must be a whole number from 1 to {most}")
-        techniques.technique(self.technique).check(self)
+        kind = techniques.technique(self.technique)
+        for name in {"micro_batches", "chunks"} - set(kind.takes):
+            techniques.refuse_unless(
+                name, getattr(self, name), getattr(self, name) == 1, f"must be 1 for {self.technique}"
+            )
+        kind.check(self)
 
     @property
     def name(self) -> str:

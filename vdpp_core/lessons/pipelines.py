@@ -18,6 +18,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from vdpp_core.lessons.bubbles import COMPUTING
+from vdpp_core.lessons.data import whole
 from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.layers import Counted, Stage, counted, cut, layers_of
 from vdpp_core.lessons.measure import Span, Timeline
@@ -61,6 +62,7 @@ class Pipeline(Technique):
         sent: rank -> bytes sent to it so far.
     """
 
+    takes: tuple[str, ...] = ("micro_batches",)
     schedule: type[Any]
     group: dist.ProcessGroup | None = None
 
@@ -151,7 +153,7 @@ class Pipeline(Technique):
     def weights(self) -> dict[str, Tensor]:
         """All weights, on rank 0."""
         own = {
-            name: value.detach()
+            name: whole(value).detach()
             for stage in self.modules
             for name, value in stage.get_submodule("model").named_parameters()
         }
@@ -186,12 +188,6 @@ class GPipe(Pipeline):
 
     schedule: type[Any] = pipelining.ScheduleGPipe
 
-    @classmethod
-    def check(cls, experiment: Experiment) -> None:
-        """Refuse chunks: this schedule has one stage a rank."""
-        super().check(experiment)
-        refuse_unless("chunks", experiment.chunks, experiment.chunks == 1, f"must be 1 for {experiment.technique}")
-
 
 class OneForwardOneBackward(GPipe):
     """A backward pass as soon as there is one: no stage keeps more than P micro-batches (Narayanan et al. 2019)."""
@@ -211,6 +207,7 @@ class OneForwardOneBackward(GPipe):
 class Interleaved(Pipeline):
     """1F1B with several shorter stages a rank, so that the fill is shorter (Narayanan et al. 2021)."""
 
+    takes = ("micro_batches", "chunks")
     schedule: type[Any] = pipelining.ScheduleInterleaved1F1B
     least_chunks = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ PLACES = {  # technique -> its class, in a module beside this one
     "NO_SHARD": "data.NoShard",
     "TP": "tensor.TensorParallel",
     "TP × FSDP": "tensor.TensorAndData",
-    "PP × TP × FSDP": "pipelines.ThreeD",
+    "PP × TP × FSDP": "three_d.ThreeD",
     "GPipe": "pipelines.GPipe",
     "1F1B": "pipelines.OneForwardOneBackward",
     "Interleaved 1F1B": "pipelines.Interleaved",
@@ -45,6 +46,21 @@ def technique(name: str) -> type[Technique]:
     return getattr(importlib.import_module(f"vdpp_core.lessons.{module}"), kind)
 
 
+def named(text: str) -> str:
+    """The technique of that name, spelled in any way: full-shard, tp x fsdp, 1f1b.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = {_plain(name): name for name in PLACES}
+    refuse_unless("technique", text, _plain(text) in known, f"must be one of {', '.join(PLACES)}")
+    return known[_plain(text)]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.lower().replace("×", "x"))
+
+
 class Technique:
     """A model that is trained by several ranks; each has one object of this class.
 
@@ -52,8 +68,10 @@ class Technique:
         modules: the model, or this rank's pieces of it.
         optimizer: Adam over this rank's parameters.
         timeline: where a step records what it does when. The caller restarts it before each step.
+        takes: which of an experiment's micro_batches and chunks it uses; what it does not must be 1.
     """
 
+    takes: tuple[str, ...] = ()
     modules: list[nn.Module]
     optimizer: Optimizer
 
@@ -124,8 +142,9 @@ def new_model(experiment: Experiment, problem: Problem, device: torch.device, ca
 
 def checkpointed(block: nn.Module) -> None:
     """Have a block keep its input alone, and compute the rest of its activations again in the backward pass."""
-    settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": recomputation}
-    block.forward = partial(checkpoint, block.forward, **settings)
+    block.forward = partial(
+        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=recomputation
+    )
 
 
 def compute_in(dtype: torch.dtype, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
