@@ -81,7 +81,8 @@ class LayerPipeline:
 
     def _step(self, step: int, sample: int, latents: Tensor, is_last_step: bool) -> Tensor:
         """This rank's part of a step of a sample."""
-        inputs, state = dict(self.parts[sample].inputs), ()
+        inputs = dict(self.parts[sample].inputs)
+        state: State = ()
         inputs["timestep"] = self.scheduler.timesteps[step, None]
         if self.rank > 0:
             state = self._receive(sample, step)
@@ -169,7 +170,7 @@ def of_run(run: Run) -> Denoising:
     """What the ranks of a run of the step pipeline did."""
     events = run.events()
     zero = clock_starts(events)
-    ranks: list[list[Span]] = [[] for _ in range(run.config.parallel.world_size)]
+    ranks: list[list[Span]] = [[] for _ in range((run.config.parallel or Parallel()).world_size)]
     for (rank, sample, _), steps in measured_steps(events).items():
         for each in steps:
             end = each.t - zero[rank]
