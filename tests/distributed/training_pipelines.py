@@ -36,7 +36,7 @@ def of_pipeline(experiment: Experiment) -> dict[str, Any]:
     dist.all_gather_object(everyone, found)
     if dist.get_rank() != 0:
         return {}
-    losses, expected = rank.of_one_rank(*rank._same_for(experiment))
+    losses, expected = rank.of_one_rank(*rank.same_for(experiment))
     layers = counted(problem.model(), problem.batch(experiment.batch // experiment.micro_batches, 0).inputs)
     hops = hop_bytes(layers, pipelines.cut(layers, experiment.ranks * experiment.chunks))
     spans = [[Span(**event) for event in each["steps"][0]["events"]] for each in everyone]
