@@ -46,10 +46,13 @@ class LayerPipeline:
 
     Samples are its micro-batches: with as many as ranks, a rank works on one while the others are elsewhere. torch's
     schedules end with each forward pass; here the next step follows without a pause.
+
+    Args:
+        alone: this rank has all layers.
     """
 
-    def __init__(self, problem: SVDProblem, samples: int) -> None:
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    def __init__(self, problem: SVDProblem, samples: int, alone: bool = False) -> None:
+        self.rank, self.ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         self.parts = problem.batch(samples, 0).parts(samples)
         model = problem.model().eval()
         layers = counted(model, self.parts[0].inputs)
@@ -78,7 +81,8 @@ class LayerPipeline:
 
     def _step(self, step: int, sample: int, latents: Tensor, is_last_step: bool) -> Tensor:
         """This rank's part of a step of a sample."""
-        inputs, state = dict(self.parts[sample].inputs), ()
+        inputs = dict(self.parts[sample].inputs)
+        state: State = ()
         inputs["timestep"] = self.scheduler.timesteps[step, None]
         if self.rank > 0:
             state = self._receive(sample, step)
@@ -166,7 +170,7 @@ def of_run(run: Run) -> Denoising:
     """What the ranks of a run of the step pipeline did."""
     events = run.events()
     zero = clock_starts(events)
-    ranks: list[list[Span]] = [[] for _ in range(run.config.parallel.world_size)]
+    ranks: list[list[Span]] = [[] for _ in range((run.config.parallel or Parallel()).world_size)]
     for (rank, sample, _), steps in measured_steps(events).items():
         for each in steps:
             end = each.t - zero[rank]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ from torch.distributed.pipelining import schedules
 from vdpp_core.lessons.bubbles import COMPUTING
 from vdpp_core.lessons.data import whole
 from vdpp_core.lessons.experiments import Experiment
-from vdpp_core.lessons.layers import Counted, Stage, counted, cut, layers_of
+from vdpp_core.lessons.layers import Stage, counted, cut, layers_of
 from vdpp_core.lessons.measure import Span, Timeline
 from vdpp_core.lessons.problems import PROBLEMS, Batch, Problem
 from vdpp_core.lessons.techniques import Technique, adam, checkpointed, compute_in, refuse_unless
@@ -59,7 +58,6 @@ class Pipeline(Technique):
 
     Attributes:
         schedule: torch's class.
-        sent: rank -> bytes sent to it so far.
     """
 
     takes: tuple[str, ...] = ("micro_batches",)
@@ -85,9 +83,9 @@ class Pipeline(Technique):
 
     def __init__(self, experiment: Experiment, problem: Problem, device: torch.device) -> None:
         super().__init__(experiment, problem, device)
-        self.ranks, rank, self.sent = dist.get_world_size(self.group), dist.get_rank(self.group), Counter[int]()
+        self.ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         model, count = problem.model(), self.ranks * experiment.chunks
-        layers, cuts = layers_of(model), self.cut(counted(model, problem.batch(1, 0).inputs), count)
+        layers, cuts = layers_of(model), cut(counted(model, problem.batch(1, 0).inputs), count)
         nn.Module.to(model, device, torch.float64 if experiment.precision == "fp64" else torch.float32)
         stages = []
         for index in range(rank, count, self.ranks):
@@ -107,10 +105,6 @@ class Pipeline(Technique):
             checkpointed(piece)
         return stage
 
-    def cut(self, layers: list[Counted], stages: int) -> list[range]:
-        """The layers of each stage."""
-        return cut(layers, stages)
-
     def _loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         with self.timeline.span("loss"):
             return self.problem.losses(prediction, target).mean()
@@ -124,22 +118,19 @@ class Pipeline(Technique):
         with self.timeline.span("optimizer"):
             self.optimizer.step()
         self.timeline.spans = labelled(self.timeline.spans)
-        loss = torch.tensor([each.item() for each in losses] or [0.0], dtype=torch.float64).mean()  # of the last rank
+        of_last_rank = [each.item() for each in losses] or [0.0]
+        loss = torch.tensor(of_last_rank, dtype=torch.float64, device=self.device).mean()
         dist.all_reduce(loss, group=self.group)
         return loss.item()
 
     @contextmanager
     def _messages_recorded(self) -> Iterator[None]:
-        """Record where torch's schedules send and wait, and the bytes that they send."""
+        """Record when torch's schedules send and wait."""
         post, wait = schedules._batch_p2p, schedules._wait_batch_p2p
 
         def send(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-            sends = [each for each in operations if each.op is dist.isend]
-            for each in sends:
-                self.sent[each.peer] += each.tensor.nbytes
-            if not sends:
-                return post(operations, desc)
-            with self.timeline.span("send"):
+            is_sending = any(each.op is dist.isend for each in operations)
+            with self.timeline.span("send") if is_sending else nullcontext():
                 return post(operations, desc)
 
         def wait_for(work: list[dist.Work]) -> None:
@@ -222,7 +213,10 @@ class Interleaved(Pipeline):
 
 
 class ZeroBubble(Interleaved):
-    """1F1B whose ranks compute gradients of weights where they would wait: ZB-H1 of Qi et al. 2023."""
+    """1F1B whose ranks compute gradients of weights where they would wait: ZB-H1 of Qi et al. 2023.
+
+    torch counts the first stage's whole backward pass as gradients of weights: nobody waits for those of its input.
+    """
 
     schedule = pipelining.ScheduleInterleavedZeroBubble
     least_chunks = 1

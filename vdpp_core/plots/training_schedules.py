@@ -57,17 +57,20 @@ def schedules(panels: Sequence[Panel], title: str, small_print: str, same_axis: 
     heights = [0.55 + 0.34 * len(panel.ranks) for panel in panels]
     options = {"sharex": same_axis, "gridspec_kw": {"height_ratios": heights}}
     figure, axes = new_figure((len(panels), 1), (9, 1.3 + 1.25 * sum(heights)), title, small_print, **options)
-    for panel, ax in zip(panels, axes[:, 0], strict=True):
-        _draw(ax, panel)
+    latest = [_draw(ax, panel) for ax, panel in zip(axes[:, 0], panels, strict=True)]
+    for panel, ax, own in zip(panels, axes[:, 0], latest, strict=True):
         ax.set_title(panel.caption, fontsize=9, loc="left", fontweight="normal")
-    axes[-1, 0].set_xlabel("time since the step began (s); white: waiting")
+        ax.set_xlim(0, 1.01 * (max(latest) if same_axis else own))
+    axes[-1, 0].set_xlabel("time since the step began (s); white: waiting", loc="left", fontsize=8.5)
     kinds = {span.kind for panel in panels for spans in panel.ranks for span in spans}
     handles = [Patch(**look, label=kind) for kind, look in LOOKS.items() if kind in kinds]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=7, frameon=False)
+    place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.2), "borderaxespad": 0.0}
+    axes[-1, 0].legend(handles=handles, ncols=len(handles), fontsize=7.5, frameon=False, **place)
     return figure
 
 
-def _draw(ax: Axes, panel: Panel) -> None:
+def _draw(ax: Axes, panel: Panel) -> float:
+    """Draw a panel; the seconds from its first computation to its last."""
     drawn = [[span for span in spans if span.kind in LOOKS] for spans in panel.ranks]
     first = min(spans[0].begin for spans in drawn)
     latest = max(span.end for spans in drawn for span in spans) - first
@@ -85,8 +88,8 @@ def _draw(ax: Axes, panel: Panel) -> None:
         arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
         side = 0.4 if other > rank else -0.4
         ax.annotate("", (end - first, other - side), (begin - first, rank + side), arrowprops=arrow)
-    ax.set_xlim(0, latest * 1.01)
     name_rows(ax, (f"rank {rank}" for rank in range(len(drawn))), fontsize=7.5)
+    return latest
 
 
 def _hops(ranks: Sequence[Sequence[Computed]], followed: int | None) -> Iterator[tuple[tuple[int, float], ...]]:
