@@ -325,7 +325,7 @@ def _traffic(run: Training, layout: Layout) -> dict[str, tuple[float, float]]:
     samples = run.batch // layout.dp
     if layout.tp > 1:
         message = sizing.activations(samples, run.sequence, run.hidden, 1, 2)
-        again = 1.5 if run.checkpointing else 1  # the forward pass's all-reduces happen twice
+        again = 5 / 4 if run.checkpointing else 1  # torch stops the second forward pass before its last all-reduce
         sent["tp"] = again * sizing.tensor_traffic(message, layout.layers(run), layout.tp), 0.0
     if layout.pp > 1:
         message = sizing.activations(run.micro_batch, run.sequence, run.hidden, 1, 2)

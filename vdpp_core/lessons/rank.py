@@ -91,7 +91,7 @@ def _one(folder: Path, number: int, experiment: Experiment, log: EventLog, ranks
     """One experiment, by the ranks that it needs."""
     execution = resolve(RunConfig(device="cpu", threads=1), ranks.local_world_size)
     torch.set_num_threads(execution.threads)
-    expected = of_one_rank(*_same_for(experiment)) if ranks.rank == 0 else None
+    expected = of_one_rank(*same_for(experiment)) if ranks.rank == 0 else None
     with joined(Parallel(dp=experiment.ranks), execution, ranks, f"experiment-{number}") as world:
         own, weights = carry_out(
             experiment, world.device, lambda step: log.write("step", None, step, experiment=number)
@@ -99,7 +99,7 @@ def _one(folder: Path, number: int, experiment: Experiment, log: EventLog, ranks
         everyone: list[Any] = [None] * experiment.ranks
         dist.all_gather_object(everyone, own)
     if expected is not None:
-        training_folder.write_result(folder, number, _compared(experiment, everyone, weights, *expected))
+        training_folder.write_result(folder, number, compared(experiment, everyone, weights, *expected))
     return {}
 
 
@@ -136,7 +136,7 @@ def train(
     return found, made.weights()
 
 
-def _same_for(experiment: Experiment) -> tuple[str, int, int, str, int]:
+def same_for(experiment: Experiment) -> tuple[str, int, int, str, int]:
     """What the experiment's result depends on, however it is split."""
     parts = technique(experiment.technique).parts(experiment) if experiment.precision == "bf16" else 1
     return experiment.problem, experiment.batch, experiment.steps, experiment.precision, parts
@@ -153,7 +153,7 @@ def of_one_rank(
     return losses, made.weights()
 
 
-def _compared(
+def compared(
     experiment: Experiment,
     ranks: list[dict[str, Any]],
     weights: dict[str, Tensor],
