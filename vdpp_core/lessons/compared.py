@@ -19,7 +19,6 @@ Tables = dict[str, pd.DataFrame]
 HELD = [field.name for field in fields(Memory)]
 SENT = ["all_gather", "reduce_scatter", "all_reduce", "send"]
 NUMBERS = ["loss_difference", "weights_difference", "largest_difference", "step_s"]
-WIDTH = 100
 MB = 1e6
 
 
@@ -77,12 +76,12 @@ def in_words(results: Results) -> list[str]:
     for (_, row), result in zip(equality(results).iterrows(), results, strict=True):
         numbers = [f"{row[name]:10.1e}" for name in NUMBERS[:3]] + [f"{row['step_s']:8.2f}"]
         lines.append(f"{_short(result):34}" + "".join(numbers))
-    for title, tables in (("A rank holds", held(results)), ("A rank sends in a step", sent(results))):
-        lines += ["", f"{title}: MB (1e6 bytes), measured and · measured / formula"]
-        lines.append(f"{'':34}" + "".join(f"{part:>13}" for part in tables["measured"].columns))
+    for title, tables, width in (("A rank holds", held(results), 13), ("A rank sends in a step", sent(results), 16)):
+        lines += ["", f"{title}: MB (1e6 bytes), and measured / formula"]
+        lines.append(f"{'':34}" + "".join(f"{part.replace('_', '-'):>{width}}" for part in tables["measured"].columns))
         for place, result in enumerate(results):
             pairs = zip(tables["measured"].iloc[place], tables["formula"].iloc[place], strict=True)
-            lines.append(f"{_short(result):34}" + "".join(_cell(*pair) for pair in pairs))
+            lines.append(f"{_short(result):34}" + "".join(f"{_cell(*pair):>{width}}" for pair in pairs))
     return lines
 
 
@@ -94,6 +93,6 @@ def _short(result: dict[str, Any]) -> str:
 
 def _cell(measured: float, formula: float) -> str:
     if not measured and not formula:
-        return f"{'–':>13}"
+        return "–"
     ratio = f"{measured / formula:.3f}" if formula and math.isfinite(formula) else "?"
-    return f"{measured / MB:7.2f}·{ratio:>5}"
+    return f"{measured / MB:.2f} {ratio:>5}"

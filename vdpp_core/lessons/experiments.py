@@ -45,7 +45,8 @@ class Experiment:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        for name, known in {"technique": techniques.PLACES, "problem": PROBLEMS, "precision": PRECISIONS}.items():
+        names = (("technique", [*techniques.PLACES]), ("problem", [*PROBLEMS]), ("precision", [*PRECISIONS]))
+        for name, known in names:
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
         limits = {"ranks": MOST_RANKS, "batch": MOST, "steps": MOST, "micro_batches": self.batch, "chunks": MOST_RANKS}

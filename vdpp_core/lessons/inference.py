@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,10 +155,8 @@ def by_steps(ranks: int, samples: int, steps: int, **settings: Any) -> Denoising
     assert isinstance(problem, SVDProblem)
     shape = problem.batch(1, 0).target.shape
     latent_shape = (1, shape[2], shape[1], *shape[3:])
-    config = RunConfig(
-        total_steps=steps, num_samples=samples, latent_shape=latent_shape, guidance_scale=1.0, parallel=Parallel(pp=ranks),
-        **settings,
-    )  # fmt: skip
+    sizes = {"total_steps": steps, "num_samples": samples, "latent_shape": latent_shape}
+    config = RunConfig(**sizes, guidance_scale=1.0, parallel=Parallel(pp=ranks), **settings)
     job = launch.start(config)
     job.wait()
     return of_run(Run(job.folder))
@@ -176,17 +173,3 @@ def of_run(run: Run) -> Denoising:
             ranks[rank].append(Span("forward", end - each.seconds, end, sample, each.step, each.seconds))
     hops = [send.size or 0 for send in kinds.of(events, kinds.Send) if send.sample >= 0]
     return Denoising([sorted(spans, key=lambda span: span.begin) for spans in ranks], hops)
-
-
-def hops_of(denoising: Denoising) -> Iterator[tuple[Span, Span]]:
-    """Each hop of a sample between ranks: what was computed before it, and after it."""
-    by_sample: dict[int, list[tuple[int, Span]]] = {}
-    for rank, spans in enumerate(denoising.ranks):
-        for span in spans:
-            if span.kind == "forward":
-                by_sample.setdefault(span.micro_batch, []).append((rank, span))
-    for visits in by_sample.values():
-        visits.sort(key=lambda visit: visit[1].begin)
-        for (rank, before), (other, after) in zip(visits, visits[1:]):
-            if rank != other:
-                yield before, after

@@ -62,7 +62,7 @@ class Pipeline(Technique):
         sent: rank -> bytes sent to it so far.
     """
 
-    takes = ("micro_batches",)
+    takes: tuple[str, ...] = ("micro_batches",)
     schedule: type[Any]
     group: dist.ProcessGroup | None = None
 
@@ -226,3 +226,9 @@ class ZeroBubble(Interleaved):
 
     schedule = pipelining.ScheduleInterleavedZeroBubble
     least_chunks = 1
+
+    @classmethod
+    def check(cls, experiment: Experiment) -> None:
+        """Refuse checkpointing: either half of the backward pass would compute everything again."""
+        super().check(experiment)
+        refuse_unless("checkpointing", True, not experiment.checkpointing, "must be off with Zero bubble")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
@@ -129,7 +129,7 @@ class TransformerProblem:
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Its layers."""
-        return [*model.blocks]
+        return list(cast(nn.ModuleList, model.blocks))
 
     def batch(self, size: int, step: int) -> Batch:
         """Random tokens, and the token after each."""
@@ -179,7 +179,8 @@ class SVDProblem:
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks on the way down, in the middle and on the way up."""
-        return [*model.down_blocks, model.mid_block, *model.up_blocks]
+        unet: Any = model
+        return [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
 
     @cached_property
     def _pool(self) -> tuple[train.Pool, Tensor]:

@@ -142,8 +142,9 @@ def new_model(experiment: Experiment, problem: Problem, device: torch.device, ca
 
 def checkpointed(block: nn.Module) -> None:
     """Have a block keep its input alone, and compute the rest of its activations again in the backward pass."""
-    settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": recomputation}
-    block.forward = partial(checkpoint, block.forward, **settings)
+    block.forward = partial(
+        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=recomputation
+    )
 
 
 def compute_in(dtype: torch.dtype, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
