@@ -15,7 +15,7 @@ from vdpp_core.lessons import rank
 from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.problems import PROBLEMS, TransformerProblem
 
-PROBLEMS["tall"] = TransformerProblem(hidden=64, layers=6, heads=4, sequence=16, vocabulary=16)
+PROBLEMS["tall"] = TransformerProblem(hidden=64, layers=6, heads=4, sequence=32, vocabulary=64)
 EXPERIMENTS = [
     *(Experiment("TP", "tall", 4, 3, precision=precision) for precision in ("fp32", "fp64", "bf16")),
     *(Experiment("TP × FSDP", "tall", 4, 4, precision=precision) for precision in ("fp32", "bf16")),

@@ -305,14 +305,15 @@ def _activations(run: Training, layout: Layout) -> float:
     samples = run.batch // layout.dp
     if run.svd:
         return SVD_KEPT * samples
-    kept = float(samples)
+    kept, at_once = float(samples), samples
     if layout.pp > 1:
         waiting = sizing.micro_batches_kept(layout.pp, layout.micro_batches(run), max(layout.chunks, 2))
-        kept = run.micro_batch * waiting[layout.schedule]
-    sizes = run.sequence, run.hidden, layout.layers(run)
+        kept, at_once = run.micro_batch * waiting[layout.schedule], run.micro_batch
+    of_a_layer = sizing.activations(1, run.sequence, run.hidden, 1, sizing.activation_factor(layout.tp))
     if run.checkpointing:
-        return kept / samples * sizing.checkpointed(samples, *sizes, layout.tp)
-    return kept * sizing.activations(1, *sizes, sizing.activation_factor(layout.tp))
+        inputs = kept * sizing.activations(1, run.sequence, run.hidden, layout.layers(run), 2)
+        return inputs + at_once * of_a_layer
+    return kept * layout.layers(run) * of_a_layer
 
 
 def _traffic(run: Training, layout: Layout) -> dict[str, tuple[float, float]]:
