@@ -32,14 +32,24 @@ def held_and_sent(held: dict[str, pd.DataFrame], sent: dict[str, pd.DataFrame], 
 
 
 def _stacked(panel: Axes, measured: pd.DataFrame, formula: pd.DataFrame) -> None:
+    measured = measured.loc[:, (measured != 0).any()]
     colours = sns.color_palette("cividis", len(measured.columns))
     left = pd.Series(0.0, index=measured.index)
     for number, part in enumerate(measured.columns):
         look = hatched(colours[number], HATCHES[number % len(HATCHES)])
-        panel.barh(range(len(measured)), measured[part], left=left, height=0.6, label=part, linewidth=0.6, **look)
+        panel.barh(
+            range(len(measured)),
+            measured[part],
+            left=left,
+            height=0.6,
+            label=part.replace("_", "-"),
+            linewidth=0.6,
+            **look,
+        )
         left += measured[part]
     totals = formula.sum(axis=1)
     panel.barh(range(len(totals)), totals, height=0.8, fill=False, edgecolor=INK, linestyle="--", linewidth=1.2)
+    panel.set_xlim(0, 1.05 * max(totals.max(), left.max()))
     handles, _ = panel.get_legend_handles_labels()
     handles.append(Patch(fill=False, edgecolor=INK, linestyle="--", label="formula"))
     panel.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=7, frameon=False)

@@ -63,7 +63,7 @@ def schedules(panels: Sequence[Panel], title: str, small_print: str, same_axis: 
     axes[-1, 0].set_xlabel("time since the step began (s); white: waiting")
     kinds = {span.kind for panel in panels for spans in panel.ranks for span in spans}
     handles = [Patch(**look, label=kind) for kind, look in LOOKS.items() if kind in kinds]
-    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=7, frameon=False)
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=7, frameon=False)
     return figure
 
 
