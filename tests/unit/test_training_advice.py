@@ -57,7 +57,7 @@ def test_two_dimensions_by_hand():
     assert found["between_gb"] == gb(data)  # one DP rank in each node
     assert found["between_gbit_per_s"] == gb(8 * data / 2)
     assert (found["cause"], "with checkpointing: fits" in found["reason"]) == ("activations", True)
-    assert row(32, Layout(8, 1, 4, "FULL_SHARD"), batch=8, checkpointing=True)["inside_gb"] == gb(1.5 * tensor)
+    assert row(32, Layout(8, 1, 4, "FULL_SHARD"), batch=8, checkpointing=True)["inside_gb"] == gb(5 / 4 * tensor)
 
 
 def test_stages_by_hand():

@@ -305,14 +305,15 @@ def _activations(run: Training, layout: Layout) -> float:
     samples = run.batch // layout.dp
     if run.svd:
         return SVD_KEPT * samples
-    kept = float(samples)
+    kept, at_once = float(samples), samples
     if layout.pp > 1:
         waiting = sizing.micro_batches_kept(layout.pp, layout.micro_batches(run), max(layout.chunks, 2))
-        kept = run.micro_batch * waiting[layout.schedule]
-    sizes = run.sequence, run.hidden, layout.layers(run)
+        kept, at_once = run.micro_batch * waiting[layout.schedule], run.micro_batch
+    of_a_layer = sizing.activations(1, run.sequence, run.hidden, 1, sizing.activation_factor(layout.tp))
     if run.checkpointing:
-        return kept / samples * sizing.checkpointed(samples, *sizes, layout.tp)
-    return kept * sizing.activations(1, *sizes, sizing.activation_factor(layout.tp))
+        inputs = kept * sizing.activations(1, run.sequence, run.hidden, layout.layers(run), 2)
+        return inputs + at_once * of_a_layer
+    return kept * layout.layers(run) * of_a_layer
 
 
 def _traffic(run: Training, layout: Layout) -> dict[str, tuple[float, float]]:
@@ -325,7 +326,7 @@ def _traffic(run: Training, layout: Layout) -> dict[str, tuple[float, float]]:
     samples = run.batch // layout.dp
     if layout.tp > 1:
         message = sizing.activations(samples, run.sequence, run.hidden, 1, 2)
-        again = 1.5 if run.checkpointing else 1  # the forward pass's all-reduces happen twice
+        again = 5 / 4 if run.checkpointing else 1  # torch stops the second forward pass before its last all-reduce
         sent["tp"] = again * sizing.tensor_traffic(message, layout.layers(run), layout.tp), 0.0
     if layout.pp > 1:
         message = sizing.activations(run.micro_batch, run.sequence, run.hidden, 1, 2)

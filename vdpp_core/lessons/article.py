@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -30,16 +31,19 @@ GB = 1e9
 LLAMA = (4096, 8192, 80)  # Llama 3 70B: sequence, hidden, layers
 
 
-def claims() -> pd.DataFrame:
+def claims(measured: Mapping[str, str] | None = None) -> pd.DataFrame:
     """The article's claims: its figure, the computed one, whether it holds, and if not, the correct figure and why.
 
     A figure holds where its arithmetic and its use are right. Model: Llama 3 70B, batch 8, nodes of 8 GPUs.
+
+    Args:
+        measured: claim -> what CPU ranks measured, as of `lessons.measured`; then a further column.
     """
     lines = f"{_data_claims()}{_model_claims()}{_combined_claims()}".strip().splitlines()
     cells = [[*line.split(" | "), "", ""][:5] for line in lines if line]
     table = pd.DataFrame(cells, columns=["claim", "article", "computed", "corrected", "why"])
     table.insert(3, "holds", table["corrected"] == "")
-    return table
+    return table if measured is None else table.assign(measured=table["claim"].map(measured).fillna(""))
 
 
 def _gb(size: float) -> str:

@@ -7,6 +7,7 @@ the backward pass for the gradients of what the columns were multiplied with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import nn
@@ -76,14 +77,14 @@ def formula(experiment: Experiment, tp: int, shards: int = 1, gathers: int = 0, 
     rest += (made.vocabulary + 2) * made.hidden if stages == 1 else 0
     own = 12 * layers * made.hidden**2 / tp + rest
     state = sizing.TrainingState(each * own, each * own, 2 * each * own)
-    samples = experiment.batch * tp * stages // experiment.ranks
-    kept = samples * min(stages, experiment.micro_batches) // experiment.micro_batches
+    samples = math.ceil(experiment.batch * tp * stages / experiment.ranks)
+    at_once = samples // experiment.micro_batches
+    kept = at_once * min(stages, experiment.micro_batches)
     sizes, message = (made.sequence, made.hidden), samples * made.sequence * made.hidden * computed
     factor = sizing.activation_factor(tp, computed, dropout=False)
+    activations = sizing.activations(kept, *sizes, layers, computed if experiment.checkpointing else factor)
     if experiment.checkpointing:
-        activations = sizing.checkpointed(kept, *sizes, layers, tp, computed, dropout=False)
-    else:
-        activations = sizing.activations(kept, *sizes, layers, factor)
+        activations += sizing.activations(at_once, *sizes, 1, factor)  # computed again
     return {
         **state.sharded(shards)._asdict(),
         "gathered": computed * own if gathers == 1 or (computed < each and not gathers) else 0.0,

@@ -51,6 +51,7 @@ class ThreeD(OneForwardOneBackward):
         self.replicas = experiment.ranks // (PP * TP)
         self.mesh = init_device_mesh(device.type, (PP, self.replicas, TP), mesh_dim_names=("pp", "dp", "tp"))
         self.group = self.mesh["pp"].get_group()
+        all_reduce(torch.zeros(1, device=device), group=self.group)  # NCCL: all members meet before the first message
         super().__init__(experiment, problem, device)
 
     def prepared(self, stage: Stage) -> nn.Module:
