@@ -9,7 +9,8 @@ RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python $(IN_ORDER) -n 4 # ranks wait mo
 LONG_UNIT := advice.py fuzz.py memory.py safety.py denoise.py gpu_check.py stages.py predictor.py many_ranks.py variants.py
 UNITS := $(addprefix tests/unit/test_,$(LONG_UNIT) tiny_model.py other_device.py training.py) tests/unit
 LONG_RANKS := parity.py survival.py nodes.py lockstep.py failures.py doubles.py launch.py warm_starts.py peers.py
-WITH_RANKS := tests/notebooks $(addprefix tests/distributed/test_,$(LONG_RANKS)) tests/browser tests/distributed
+LONG_NOTEBOOKS := $(addprefix tests/notebooks/test_,other_pipelines.py predicting.py notebooks.py planning.py)
+WITH_RANKS := $(LONG_NOTEBOOKS) tests/notebooks $(addprefix tests/distributed/test_,$(LONG_RANKS)) tests/browser tests/distributed
 
 ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py warm_starts.py)
 
@@ -49,5 +50,5 @@ gpu-check: $(READY) ## peak memory on the CUDA devices here, measured, predicted
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(VENV)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)

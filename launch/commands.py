@@ -38,7 +38,7 @@ else:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with 2 after bad input, with 1 where a run did not end well, with 130 after Ctrl-C."""
-    arguments.print_anywhere()
+    arguments.begin()
     command = parse(sys.argv[1:] if argv is None else list(argv))
     warnings.showwarning = lambda message, *_: arguments.warn([str(message)])
     try:

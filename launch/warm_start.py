@@ -130,7 +130,7 @@ def start(words: Sequence[str], stdout: int, stderr: int, note: Callable[[int], 
 def run() -> None:
     """Run the supervisor that this process was started as; see the module for what it leaves behind and forks."""
     words = ["launch.supervisor", *sys.argv[1:]]
-    arguments.print_anywhere()
+    arguments.begin()
     wanted = os.environ.pop(_KEY, None)
     try:
         if reason := _why_cold(words):

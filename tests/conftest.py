@@ -29,6 +29,11 @@ __all__ = ["chromium", "lab"]  # fixtures
 DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def pytest_configure() -> None:
+    """Imports are not garbage."""
+    gc.set_threshold(50_000, 10, 10)
+
+
 def pytest_collection_finish() -> None:
     """Nothing that was imported by now is garbage: the collector need not look through it at every turn."""
     gc.freeze()

@@ -6,6 +6,7 @@ The module's `main` finds the environment that torchrun would give it. Ends with
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
@@ -33,9 +34,12 @@ def be_rank(rank: int, ranks: int, port: int, module: Any) -> None:
 
 
 def main() -> None:
+    gc.disable()  # imports are not garbage
     ranks, name, *arguments = sys.argv[1:]
     sys.argv = [name, *arguments]
     module = importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     listening = socket.create_server((ADDRESS, 0))
     port = listening.getsockname()[1]
     pids = []

@@ -51,11 +51,6 @@ def of_rank_0(frames: int, size: tuple[int, int], dtype: torch.dtype) -> torch.T
     return prediction
 
 
-@functools.cache
-def of_this_rank(frames: int, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    return tiny(dtype)(**inputs(frames, size, dtype)).sample
-
-
 def is_refused(network: Any, mesh: Any) -> bool:
     """Whether it is said that a network cannot be split, or not again, before anything was changed."""
     before = dict(network.__dict__)
@@ -88,8 +83,8 @@ def errors(layout: Parallel, dtype: torch.dtype, several: list[tuple[int, tuple[
         except ValueError as error:
             return {"errors": found, "same_afterwards": "stays in pieces" in str(error)}
     vdpp_core.restore(unet)
-    again = unet(**inputs(*cases[0], dtype)).sample
-    return {"errors": found, "same_afterwards": torch.equal(again, of_this_rank(*cases[0], dtype))}
+    again = unet(**inputs(*several[0], dtype)).sample
+    return {"errors": found, "same_afterwards": torch.equal(again, of_rank_0(*several[0], dtype))}
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 """Notebooks executed with small parameters, in a browser where there is one: so they also show that every notebook
-runs in JupyterLab, from its first cell to its last. Their tests lie in two files, which can run side by side."""
+runs in JupyterLab, from its first cell to its last. Their tests lie in several files, which can run side by side."""
 
 from __future__ import annotations
 
@@ -61,6 +61,9 @@ SMALL: dict[str, dict[str, Any]] = {
     },
 }
 PREDICTING = ["02_fsdp_memory", "03_latency"]  # in test_predicting.py
+PLANNING = ["04_planner", "06_lab"]  # in test_planning.py
+OTHER_PIPELINES = ["08_any_pipeline", "09_experts"]  # in test_other_pipelines.py
+IN_OTHER_FILES = [*PREDICTING, *PLANNING, *OTHER_PIPELINES]
 FIGURES = {
     "00_setup": {"link"},
     "01_pipeline_vs_data_parallel": {"gantt", "gantt_predicted", "makespans"},

@@ -23,7 +23,7 @@ parse = partial(arguments.parse, COMMANDS, prog=PROG, purpose=PURPOSE)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with 2 after bad input, with 1 after a failure, with 130 after Ctrl-C."""
-    arguments.print_anywhere()
+    arguments.begin()
     words = sys.argv[1:] if argv is None else list(argv)
     command, ranks = parse(words), Ranks.from_environment()
     try:

@@ -91,6 +91,7 @@ def carry_out(work: Any, ranks: Ranks, folder: Path | None = None) -> None:
     """
     try:
         arguments.quiet()
+        arguments.imported()
         work()
         return
     except KeyboardInterrupt:  # before the rank's own guard takes over

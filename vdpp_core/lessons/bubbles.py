@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
+
+from vdpp_core.lessons import sizing
 from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.measure import Span
 
@@ -45,6 +49,54 @@ def unequal_bubble(seconds: Sequence[float], micro_batches: int, chunks: int = 1
     """
     slowest, total = max(seconds), sum(seconds)
     return 1 - micro_batches * total / len(seconds) / (micro_batches * slowest + (total - slowest) / chunks)
+
+
+def parts_of_a_bubble(experiment: Experiment) -> int:
+    """v of `sizing.bubble`. A zero-bubble schedule (Qi et al. 2023, ZB-H1) waits for F + B − W in place of F + B + W.
+
+    That is a third, where forward pass F, gradients of inputs B and gradients of weights W take equally long.
+    """
+    return experiment.chunks * (3 if experiment.technique == "Zero bubble" else 1)
+
+
+def table(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """A row for each result of a pipeline: its bubble and the micro-batches kept by each rank, beside their formulas.
+
+    `messages free` is the bubble of `on_own_cores`, to be compared with the formulas, which know no messages;
+    `unequal` is the formula with the seconds of these ranks. A rank keeps activations of so many micro-batches,
+    in bytes measured against a result of GPipe with one micro-batch of the same size, NaN without one.
+    """
+    rows = []
+    for result in results:
+        experiment = Experiment(**result["experiment"])
+        if experiment.technique not in ("GPipe", "1F1B", "Interleaved 1F1B", "Zero bubble"):
+            continue
+        ranks, parts = spans_of(result), parts_of_a_bubble(experiment)
+        own = on_own_cores(ranks)
+        rows.append(
+            {
+                "technique": experiment.technique,
+                "problem": experiment.problem,
+                "ranks": experiment.ranks,
+                "micro_batches": experiment.micro_batches,
+                "chunks": experiment.chunks,
+                "bubble": bubble(ranks),
+                "messages free": bubble(own),
+                "unequal": unequal_bubble(seconds(ranks), experiment.micro_batches, parts),
+                "formula": sizing.bubble(experiment.ranks, experiment.micro_batches, parts),
+                "kept": _kept_in_bytes(result, experiment, results),
+                "kept, formula": expected_kept(experiment),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _kept_in_bytes(result: dict[str, Any], experiment: Experiment, results: Sequence[dict[str, Any]]) -> list[float]:
+    size = experiment.batch // experiment.micro_batches
+    one = replace(experiment, technique="GPipe", batch=size, micro_batches=1, chunks=1, steps=1)
+    units = [each for each in results if replace(Experiment(**each["experiment"]), steps=1) == one]
+    bytes_of = [[rank["memory"]["activations"] for rank in each["ranks"]] for each in (result, *units[:1])]
+    return [kept / unit for kept, unit in zip(*bytes_of, strict=True)] if units else [math.nan] * experiment.ranks
 
 
 def on_own_cores(ranks: Ranks) -> list[list[Span]]:

@@ -106,10 +106,7 @@ class Data(Technique):
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on every rank."""
-        return {
-            name.removeprefix("module."): (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            for name, value in self.model.named_parameters()
-        }
+        return {name.removeprefix("module."): whole(value).detach() for name, value in self.model.named_parameters()}
 
 
 class OneRank(Data):
@@ -172,9 +169,7 @@ class FullShard(Data):
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Each block is a unit that is gathered on its own, and so is the rest of the model."""
-        is_mixed = self.experiment.precision == "bf16"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
-        mesh = self.mesh()
+        policy, mesh = mixed_precision(self.experiment), self.mesh()
         for unit in (*blocks, model):
             fully_shard(unit, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         return model
@@ -217,6 +212,18 @@ class NoShard(FullShard):
     def grid(ranks: int) -> tuple[int, int]:
         """Groups of one rank."""
         return ranks, 1
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, which every rank that has a part of it has to ask for; other tensors as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mixed_precision(experiment: Experiment) -> MixedPrecisionPolicy:
+    """How FSDP computes and reduces."""
+    if experiment.precision == "bf16":
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return MixedPrecisionPolicy()
 
 
 @functools.cache

@@ -17,7 +17,6 @@ import torch
 from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from vdpp_core.config.errors import ConfigError
@@ -167,15 +166,14 @@ class Stage(nn.Module):
         model: taken apart.
         layers: of the whole model.
         own: the layers of this stage.
-        checkpointing: keep only what enters a layer, and run the layer again in the backward pass (Chen et al. 2016).
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], own: range, checkpointing: bool = False) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], own: range) -> None:
         super().__init__()
         for name in itertools.chain.from_iterable(layer.owns for at, layer in enumerate(layers) if at not in own):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, None)
-        self.model, self.layers, self.checkpointing = model, layers[own.start : own.stop], checkpointing
+        self.model, self.layers = model, layers[own.start : own.stop]
         self.is_last = own.stop == len(layers)
 
     def pieces(self) -> list[nn.Module]:
@@ -192,22 +190,38 @@ class Stage(nn.Module):
         """
         state = tuple(map(Received.apply, state))
         for layer in self.layers:
-            run = functools.partial(checkpoint, layer.run, use_reentrant=False) if self.checkpointing else layer.run
-            state = run(state, inputs, *(attrgetter(name)(self.model) for name in layer.owns))
+            state = layer.run(state, inputs, *(attrgetter(name)(self.model) for name in layer.owns))
         # copies: torch sends contiguous tensors only, and detaches what it sent, which it cannot with views
         return state[0] if self.is_last else tuple(each.clone(memory_format=torch.contiguous_format) for each in state)
 
 
-def operations(model: nn.Module, inputs: Inputs) -> list[int]:
-    """Floating-point operations of each layer's forward pass, counted on the meta device."""
+class Counted(NamedTuple):
+    """A layer on the meta device: floating-point operations of its forward pass, and the state behind it."""
+
+    operations: int
+    state: State
+
+
+def counted(model: nn.Module, inputs: Inputs) -> list[Counted]:
+    """Each layer's operations and the shapes that would be sent behind it, without computing anything."""
     model, inputs = copy.deepcopy(model).to("meta"), {name: value.to("meta") for name, value in inputs.items()}
     state: State = ()
-    counts = []
+    found = []
     for layer in layers_of(model):
         with FlopCounterMode(display=False) as counter:
             state = layer.run(state, inputs, *(attrgetter(name)(model) for name in layer.owns))
-        counts.append(counter.get_total_flops())
-    return counts
+        found.append(Counted(counter.get_total_flops(), state))
+    return found
+
+
+def cut(layers: Sequence[Counted], stages: int) -> list[range]:
+    """`balanced` by operations."""
+    return balanced([layer.operations for layer in layers], stages)
+
+
+def hop_bytes(layers: Sequence[Counted], cuts: Sequence[range]) -> list[int]:
+    """Bytes that each stage but the last sends forward; gradients that come back have the same size."""
+    return [sum(tensor.nbytes for tensor in layers[stage.stop - 1].state) for stage in cuts[:-1]]
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[range]:

@@ -18,11 +18,12 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from vdpp_core.lessons.bubbles import COMPUTING
+from vdpp_core.lessons.data import whole
 from vdpp_core.lessons.experiments import Experiment
-from vdpp_core.lessons.layers import Stage, balanced, layers_of, operations
+from vdpp_core.lessons.layers import Counted, Stage, counted, cut, layers_of
 from vdpp_core.lessons.measure import Span, Timeline
 from vdpp_core.lessons.problems import PROBLEMS, Batch, Problem
-from vdpp_core.lessons.techniques import Technique, adam, compute_in, refuse_unless
+from vdpp_core.lessons.techniques import Technique, adam, checkpointed, compute_in, refuse_unless
 
 
 class TimedStage(pipelining.PipelineStage):
@@ -86,11 +87,11 @@ class Pipeline(Technique):
         super().__init__(experiment, problem, device)
         self.ranks, rank, self.sent = dist.get_world_size(self.group), dist.get_rank(self.group), Counter[int]()
         model, count = problem.model(), self.ranks * experiment.chunks
-        layers, cuts = layers_of(model), self.cut(operations(model, problem.batch(1, 0).inputs), count)
+        layers, cuts = layers_of(model), self.cut(counted(model, problem.batch(1, 0).inputs), count)
         nn.Module.to(model, device, torch.float64 if experiment.precision == "fp64" else torch.float32)
         stages = []
         for index in range(rank, count, self.ranks):
-            module = Stage(copy.deepcopy(model), layers, cuts[index], experiment.checkpointing)
+            module = Stage(copy.deepcopy(model), layers, cuts[index])
             stages.append(TimedStage(self.prepared(module), index, count, device, group=self.group))
             stages[-1].timeline, stages[-1].chunk = self.timeline, index // self.ranks
         self.modules = [stage.submod for stage in stages]
@@ -102,11 +103,13 @@ class Pipeline(Technique):
         """What this rank runs of a stage."""
         if self.experiment.precision == "bf16":
             compute_in(torch.bfloat16, stage, stage.pieces())
+        for piece in stage.pieces() if self.experiment.checkpointing else ():
+            checkpointed(piece)
         return stage
 
-    def cut(self, costs: list[int], stages: int) -> list[range]:
+    def cut(self, layers: list[Counted], stages: int) -> list[range]:
         """The layers of each stage."""
-        return balanced(costs, stages)
+        return cut(layers, stages)
 
     def _loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         with self.timeline.span("loss"):
@@ -150,7 +153,7 @@ class Pipeline(Technique):
     def weights(self) -> dict[str, Tensor]:
         """All weights, on rank 0."""
         own = {
-            name: value.detach()
+            name: whole(value).detach()
             for stage in self.modules
             for name, value in stage.get_submodule("model").named_parameters()
         }
@@ -223,3 +226,9 @@ class ZeroBubble(Interleaved):
 
     schedule = pipelining.ScheduleInterleavedZeroBubble
     least_chunks = 1
+
+    @classmethod
+    def check(cls, experiment: Experiment) -> None:
+        """Refuse checkpointing: either half of the backward pass would compute everything again."""
+        super().check(experiment)
+        refuse_unless("checkpointing", True, not experiment.checkpointing, "must be off with Zero bubble")

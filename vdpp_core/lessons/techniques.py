@@ -32,7 +32,7 @@ PLACES = {  # technique -> its class, in a module beside this one
     "NO_SHARD": "data.NoShard",
     "TP": "tensor.TensorParallel",
     "TP × FSDP": "tensor.TensorAndData",
-    "PP × TP × FSDP": "pipelines.ThreeD",
+    "PP × TP × FSDP": "three_d.ThreeD",
     "GPipe": "pipelines.GPipe",
     "1F1B": "pipelines.OneForwardOneBackward",
     "Interleaved 1F1B": "pipelines.Interleaved",

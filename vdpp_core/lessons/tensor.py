@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from vdpp_core.lessons import sizing
 from vdpp_core.lessons.data import Data, FullShard
-from vdpp_core.lessons.experiments import Experiment
+from vdpp_core.lessons.experiments import PRECISIONS, Experiment
 from vdpp_core.lessons.problems import PROBLEMS, TransformerProblem
 from vdpp_core.lessons.techniques import refuse_unless
 
@@ -31,8 +32,8 @@ TP = 2  # ranks that share a layer where other ranks share the batch
 def plan() -> dict[str, ParallelStyle]:
     """How torch cuts a block of the transformer.
 
-    Norms are computed whole by each rank. They hand on DTensors, so that the gradients that come back from queries,
-    keys and values are added before the all-reduce, instead of one all-reduce for each.
+    Every rank computes the norms. They hand on DTensors, so that the gradients that come back from queries, keys and
+    values are added before they are reduced, in one all-reduce instead of three.
     """
     whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
     columns = dict.fromkeys(("to_q", "to_k", "to_v", "fc1"), ColwiseParallel())
@@ -59,6 +60,41 @@ def check_cut(experiment: Experiment, ranks: int) -> None:
         refuse_unless("ranks", experiment.ranks, problem.heads % ranks == 0, words)
 
 
+def formula(experiment: Experiment, tp: int, shards: int = 1, gathers: int = 0, stages: int = 1) -> dict[str, float]:
+    """What a rank of the first stage holds and sends in a step, in bytes; see `Technique.formula`.
+
+    Projections are cut; embeddings, norms and the head are not. Layers whose activations are computed again have one
+    all-reduce more: torch stops before their last one.
+
+    Args:
+        gathers: how often FSDP gathers the parameters.
+    """
+    made, each = PROBLEMS[experiment.problem], 8 if experiment.precision == "fp64" else 4
+    assert isinstance(made, TransformerProblem)
+    computed, layers = PRECISIONS[experiment.precision].itemsize, made.layers // stages
+    rest = (made.vocabulary + made.sequence + 4 * layers) * made.hidden
+    rest += (made.vocabulary + 2) * made.hidden if stages == 1 else 0
+    own = 12 * layers * made.hidden**2 / tp + rest
+    state = sizing.TrainingState(each * own, each * own, 2 * each * own)
+    samples = experiment.batch * tp * stages // experiment.ranks
+    kept = samples * min(stages, experiment.micro_batches) // experiment.micro_batches
+    sizes, message = (made.sequence, made.hidden), samples * made.sequence * made.hidden * computed
+    factor = sizing.activation_factor(tp, computed, dropout=False)
+    if experiment.checkpointing:
+        activations = sizing.checkpointed(kept, *sizes, layers, tp, computed, dropout=False)
+    else:
+        activations = sizing.activations(kept, *sizes, layers, factor)
+    return {
+        **state.sharded(shards)._asdict(),
+        "gathered": computed * own if gathers == 1 or (computed < each and not gathers) else 0.0,
+        "activations": activations,
+        "all_gather": gathers * sizing.all_gather(computed * own, shards),
+        "reduce_scatter": sizing.all_gather(state.gradients, shards),
+        "all_reduce": sizing.tensor_traffic(message, layers, tp) * (5 / 4 if experiment.checkpointing else 1),
+        "send": message if stages > 1 else 0.0,
+    }
+
+
 class TensorParallel(Data):
     """All ranks work on the whole batch, each with its heads and columns."""
 
@@ -72,6 +108,11 @@ class TensorParallel(Data):
     def parts(cls, experiment: Experiment) -> int:
         """The batch as a whole."""
         return 1
+
+    @classmethod
+    def formula(cls, experiment: Experiment) -> dict[str, float]:
+        """Projections and their activations over the ranks; four all-reduces a layer."""
+        return formula(experiment, experiment.ranks)
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Embeddings, norms and the head stay whole."""
@@ -94,6 +135,11 @@ class TensorAndData(FullShard):
     def parts(cls, experiment: Experiment) -> int:
         """A part for each pair."""
         return experiment.ranks // TP
+
+    @classmethod
+    def formula(cls, experiment: Experiment) -> dict[str, float]:
+        """The state over all ranks, but for what is not cut."""
+        return formula(experiment, TP, experiment.ranks // TP, gathers=2)
 
     def mesh(self) -> DeviceMesh:
         """The dimension over which FSDP shards."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from vdpp_core import models
 from vdpp_core.config import ConfigError, RunConfig
@@ -320,11 +319,12 @@ def _counted(
             group.exchanges = 0
         stage.denoise(0, range(first, first + 1), None)
 
-    with trace.Remembering():
+    with trace.Remembering() as counter:
         if calls > 1:  # in the first step, both ranks compute both calls
             step_again()
-        with FlopCounterMode(display=False) as counter:
-            step_again()
+        before = counter.flops
+        step_again()
+        flops = counter.flops - before
         if config.layout.tp > 1 and config.is_svd:  # only the first step sums what cross-attention makes of the image
             step_again()
     sent, exchanged = Counter[str](), Counter[str]()
@@ -332,4 +332,4 @@ def _counted(
         exchanged[axis] += group.exchanges
         for (_, kind), count in group.sent.items():
             sent[kind] += count
-    return counter.get_total_flops(), sent, exchanged
+    return flops, sent, exchanged

@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.layout import Parallel
@@ -90,40 +91,64 @@ class Trace:
 
 
 class Remembering(TorchDispatchMode):
-    """Caches the outputs of operators on the meta device, which depend on the looks of their inputs alone.
+    """Caches the outputs of operators on the meta device, which depend on the looks of their inputs alone, and counts
+    floating-point operations, a multiplication and an addition as two.
 
     PyTorch computes those looks in Python, which takes most of a step's time there. Views are not cached.
     """
 
-    known: ClassVar[dict[Any, tuple[bool, list[Any]]]] = {}  # operator and inputs -> whether one, looks
+    known: ClassVar[dict[Any, tuple[bool, list[Any], int]]] = {}  # operator and inputs -> whether one, looks, flops
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's guard against it takes as long as all the rest."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args, kwargs or {}
-        tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
-        if not tensors or any(tensor.device != META for tensor in tensors):
-            return func(*args, **given[1])
-        key = func, _looks(args), *((name, _looks(value)) for name, value in given[1].items())
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        tensors: list[Tensor] = []
+        key = func, _looks(args, tensors), *((name, _looks(value, tensors)) for name, value in kwargs.items())
         if key in self.known:
-            single, looks = self.known[key]
-            made = [torch.empty_strided(*look[2:], dtype=look[1], device=META) for look in looks]
+            single, looks, flops = self.known[key]
+            self.flops += flops
+            made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for _, dtype, shape, stride in looks]
             return made[0] if single else tuple(made)
-        out = func(*args, **given[1])
-        single, found = isinstance(out, Tensor), tree_leaves(out)
-        if all(isinstance(tensor, Tensor) and _is_new(tensor, tensors) for tensor in found):
+        out = func(*args, **kwargs)
+        count = flop_registry.get(func.overloadpacket)
+        self.flops += (flops := count(*args, **kwargs, out_val=out) if count else 0)
+        found = _tensors(out) if tensors and all(tensor.is_meta for tensor in tensors) else []
+        if found and all(_is_new(tensor, tensors) for tensor in found):
             if len(self.known) >= MOST_REMEMBERED:
                 self.known.clear()
-            self.known[key] = single, [_looks(tensor) for tensor in found]
+            self.known[key] = isinstance(out, Tensor), [_looks(tensor, []) for tensor in found], flops
         return out
 
 
-def _looks(value: Any) -> Any:
+def _looks(value: Any, tensors: list[Tensor]) -> Any:
+    """What an operator on the meta device sees of an argument; collects its tensors."""
     if isinstance(value, Tensor):
-        return value.device, value.dtype, value.shape, value.stride()
-    return tuple(map(_looks, value)) if isinstance(value, list | tuple) else (type(value), value)
+        tensors.append(value)
+        return value.is_meta, value.dtype, value.shape, value.stride()
+    if isinstance(value, list | tuple):
+        return tuple(_looks(each, tensors) for each in value)
+    return type(value), value
 
 
-def _is_new(tensor: Tensor, inputs: list[Tensor]) -> bool:
+def _tensors(out: Any) -> list[Any]:
+    """What an operator returned, if tensors."""
+    return [out] if isinstance(out, Tensor) else [*out] if isinstance(out, list | tuple) else []
+
+
+def _is_new(tensor: Any, inputs: list[Tensor]) -> bool:
     """Whether a tensor has a storage of its own, as `empty_strided` would allocate it."""
+    if not isinstance(tensor, Tensor):
+        return False
     storage = tensor.untyped_storage()
     if tensor.device != META or storage._cdata in {given.untyped_storage()._cdata for given in inputs}:
         return False
@@ -131,32 +156,29 @@ def _is_new(tensor: Tensor, inputs: list[Tensor]) -> bool:
     return tensor.storage_offset() == 0 and storage.nbytes() == plain.untyped_storage().nbytes()
 
 
-@dataclass
-class _Recorder(TorchDispatchMode):
+class _Recorder(Remembering):
     """Records when storages are allocated and freed, except those of parameters: on the meta device, and on that of
     the pipeline."""
 
-    parameters: list[Tensor]
-    device: torch.device = META
-    events: list[Event] = field(default_factory=list)
-    layers: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, parameters: list[Tensor], device: torch.device = META) -> None:
         super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in self.parameters}
+        self.device = device
+        self.events: list[Event] = []
+        self.layers: list[str] = []
+        self.left_out = {tensor.untyped_storage()._cdata for tensor in parameters}
         self.alive: dict[int, int] = {}
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device in (META, self.device):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in _tensors(out):
+            if isinstance(tensor, Tensor) and (tensor.is_meta or tensor.device == self.device):
                 self._see(tensor.untyped_storage())
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
-        if address in self.known or address in self.alive:
+        if address in self.left_out or address in self.alive:
             return
         self.count += 1
         self.alive[address] = self.count
@@ -170,8 +192,8 @@ class _Recorder(TorchDispatchMode):
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count a tensor that stands for another one."""
         storage = tensor.untyped_storage()
-        self.known.add(storage._cdata)
-        weakref.finalize(storage, self.known.discard, storage._cdata)
+        self.left_out.add(storage._cdata)
+        weakref.finalize(storage, self.left_out.discard, storage._cdata)
 
     @contextmanager
     def watching(self, models: Iterable[nn.Module], units: list[nn.Module]) -> Iterator[None]:
@@ -375,7 +397,7 @@ def step(config: RunConfig, dtype: torch.dtype, only: tuple[str, ...] | None = N
     recorder = _Recorder(list(denoisers.parameters()), pipeline_device(config))
     marks = Marks(recorder.events)
     stage = before_step(config, dict(denoisers), dtype, marks, recorder.leave_out)
-    with _FusedAttention(), Remembering(), recorder, recorder.watching(denoisers.values(), pieces):
+    with _FusedAttention(), recorder, recorder.watching(denoisers.values(), pieces):
         stage.make_room(0)
         stage.denoise(0, _window(config, only), None)
     events = tuple(recorder.events[: marks.ended[-1]])
@@ -411,7 +433,7 @@ def decoding(config: RunConfig, dtype: torch.dtype) -> Trace:
     recorder = _Recorder(list(vae.parameters()))
     batch, channels, frames, rows, columns = config.shape
     frames = min(frames, MOST_CHUNKS * config.decode_chunk_size)
-    with torch.no_grad(), _FusedAttention(), Remembering(), recorder:
+    with torch.no_grad(), _FusedAttention(), recorder:
         latents = torch.empty(batch, frames, channels, rows, columns, device=META, dtype=vae.dtype)
         with recorder.watching([vae], []):
             pixels = decode(pipeline, latents, frames, config.decode_chunk_size)
