@@ -52,7 +52,8 @@ class Job:
         last = {event["rank"]: event for event in events}
         errors = [event for event in events if event["kind"] == "error"]
         silent = [event for event in last.values() if event["kind"] not in ("end", "error", "terminated")]
-        killed = [event | {"error": "ended without a word: killed, or out of memory"} for event in silent]
+        word = {"error": "ended without a word: killed, or out of memory"}
+        killed = [event | word | {"experiment": max(event.get("experiment", 0), self._finished())} for event in silent]
         suspects = [event for event in errors if not event["lost"]] + killed
         if not suspects and any(event.get("orphaned") for event in last.values()):
             return "the launcher was killed"
@@ -62,7 +63,10 @@ class Job:
         return None if last else f"no rank has started: {self._last_line()}"
 
     def _is_complete(self) -> bool:
-        return len(self.results()) == len(self.experiments)
+        return self._finished() == len(self.experiments)
+
+    def _finished(self) -> int:
+        return len(self.results())
 
     def _last_line(self) -> str:
         return (self.folder / "launcher.log").read_text(errors="replace").strip().rpartition("\n")[2]
