@@ -59,9 +59,10 @@ SMALL: dict[str, dict[str, Any]] = {
         "WAN_STEPS": [4],
         "WAN_SAMPLES": 4,
     },
+    "10_training_parallelism": {"PROBLEM": "small", "STEPS": 3, "MICRO_BATCHES": [4], "DENOISING_STEPS": 2},
 }
 PREDICTING = ["02_fsdp_memory", "03_latency"]  # in test_predicting.py
-PLANNING = ["04_planner", "06_lab"]  # in test_planning.py
+PLANNING = ["04_planner", "06_lab", "10_training_parallelism"]  # in test_planning.py
 OTHER_PIPELINES = ["08_any_pipeline", "09_experts"]  # in test_other_pipelines.py
 IN_OTHER_FILES = [*PREDICTING, *PLANNING, *OTHER_PIPELINES]
 FIGURES = {
@@ -90,6 +91,7 @@ FIGURES = {
     "07_plots": {"throughput", "latency", "scaling_efficiency"},
     "08_any_pipeline": {"handed_on"},
     "09_experts": {"loading", "gantt_predicted", "memory", "gantt", "gantt_four_predicted", "gantt_four", "videos"},
+    "10_training_parallelism": {"training_data", "training_schedules", "training_inference", "training_sizing"},
 }
 ADDED = {  # cells that only the tests have: code that the next cell begins with, or None for the end; what they say
     "04_planner": [

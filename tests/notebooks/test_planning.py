@@ -1,4 +1,4 @@
-"""The notebooks of the planner and of the panel, executed with small parameters, and rendered."""
+"""The notebooks of the planner, of the panel and of training, executed with small parameters, and rendered."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ def test_the_planner_predicts_published_times_and_runs_of_this_machine(executed:
     assert "one A5000 at 14 × 72 × 128; checked against 16 measurements: 9 in 10 within " in shown
     assert re.search(r"<th>4</th>\s*<td>0.409</td>\s*<td>0.4094</td>", shown)  # ⌈14/4⌉ rounds
     assert "error of the makespan, median" in shown
-    assert "47 figures, 20 hold" in shown
-    assert "<td>9.33</td>" in shown  # a corrected bound
 
 
 def test_the_planner_says_so_where_all_runs_were_disturbed(tmp_path: Path, monkeypatch, capsys):
@@ -88,3 +86,13 @@ def test_the_lab_runs_what_its_panel_would_and_predicts_one_layout_from_another(
     assert "Times based on: measured: run " in shown
     assert re.search(r"<th>outcome</th>\s*<td>ok</td>\s*<td>ok</td>\s*<td>stopped</td>", shown)
     assert re.search(r"stopped after [1-9]\d* of 1000 samples", shown)
+
+
+def test_every_technique_trains_the_same_model_and_the_articles_figures_have_verdicts(executed: Callable[[str], Any]):
+    shown = texts(executed("10_training_parallelism"))
+    assert shown.count("<td>transformer</td>") == 0  # the small one
+    assert re.search(r"<th>(PP × TP × FSDP)</th>\s*<td>[0-9.]+e-0[78]</td>", shown)
+    assert re.search(r"47 figures, 20 hold, (2\d|3\d) measured here", shown)
+    assert "<td>9.33</td>" in shown  # a corrected bound
+    assert re.search(r"<td>245 GB</td>\s*<td>245 GB</td>\s*<td>False</td>\s*<td>367.5 GB[^<]*</td>", shown)
+    assert "2.25 P, without the second all-gather 1.5 P" in shown

@@ -215,4 +215,8 @@ class SVDProblem:
         return train.v_losses(prediction, target)
 
 
-PROBLEMS: dict[str, Problem] = {"transformer": TransformerProblem(), "svd": SVDProblem()}
+PROBLEMS: dict[str, Problem] = {
+    "transformer": TransformerProblem(),
+    "small": TransformerProblem(hidden=64, layers=4, heads=4, sequence=32, vocabulary=64),
+    "svd": SVDProblem(),
+}
