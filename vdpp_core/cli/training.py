@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -47,8 +48,10 @@ class Training:
 
             carry_out(partial(rank.main, Path(self.folder), ranks), ranks)
             return
+        arguments.quiet()
         from vdpp_core.lessons import compared, training  # takes seconds to import
 
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the job, as Ctrl-C does
         job = training.start(list(self._experiments()))
         try:
             _follow(job)
