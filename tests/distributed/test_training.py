@@ -56,7 +56,7 @@ def test_memory_is_that_of_the_formula():
     assert ((measured - formula).abs() <= 0.1 * formula)["activations"].all(), measured / formula
 
 
-def test_a_unet_is_held_by_shards():
+def test_a_unet_is_held_in_shards():
     tables = compared.held(chosen(problem="small svd", checkpointing=False))
     state = ["parameters", "gradients", "optimizer", "gathered"]
     assert ((tables["measured"] - tables["formula"]).abs() <= 0.01 * tables["formula"])[state].all(axis=None)

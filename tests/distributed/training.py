@@ -13,15 +13,14 @@ from vdpp_core.lessons.experiments import Experiment
 from vdpp_core.lessons.problems import PROBLEMS, SVDProblem, TransformerProblem
 
 PROBLEMS["small"] = TransformerProblem(hidden=64, layers=4, heads=4, sequence=32, vocabulary=64)
-PROBLEMS["small svd"] = SVDProblem(frames=2, clips=2)
+PROBLEMS["small svd"] = SVDProblem(frames=3, clips=2)
 SPLIT = ("DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 EXPERIMENTS = [
     *(Experiment(name, "small", batch=8) for name in SPLIT),
     *(Experiment(name, "small", batch=7, precision="fp64", steps=2) for name in SPLIT),
-    *(Experiment(name, "small", batch=6, precision="bf16", steps=2) for name in SPLIT),
+    *(Experiment(name, "small", batch=6, precision="bf16", steps=2) for name in ("DDP", "FULL_SHARD", "SHARD_GRAD_OP")),
     *(Experiment(name, "small", batch=8, checkpointing=True) for name in ("DDP", "FULL_SHARD")),
     Experiment("DDP", "small", batch=6, precision="bf16", checkpointing=True, steps=2),
-    *(Experiment(name, "small svd", batch=4) for name in ("DDP", "FULL_SHARD")),
     Experiment("FULL_SHARD", "small svd", batch=5, precision="fp64", steps=2),
     Experiment("HYBRID_SHARD", "small svd", batch=4, precision="bf16", steps=2, checkpointing=True),
 ]

@@ -161,6 +161,8 @@ class SVDProblem:
 
     Cross-attention to the only token of SVD's image embedding has no use for its queries and keys: their gradients are
     zero, of which rounding leaves noise that Adam would turn into whole steps. They are frozen.
+
+    Two frames cannot be trained in bf16 on CPUs: oneDNN's weight gradient of a temporal convolution over them is NaN.
     """
 
     frames: int = 4

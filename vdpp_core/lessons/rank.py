@@ -41,7 +41,7 @@ from vdpp_core.runs import processes
 from vdpp_core.runs.events import EventLog
 
 _PARENT_S = 1.0  # how often a rank looks whether its launcher is still there
-_LOST = re.compile(r"gloo|connection (closed|reset)|broken pipe|lost rank", re.I)  # another rank is gone
+_LOST = re.compile(r"gloo/transport|connection (closed|reset)", re.I)  # another rank is gone
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -63,7 +63,7 @@ def main(folder: Path, ranks: Ranks) -> None:
             except BaseException as error:
                 traceback.print_exc()
                 sys.stderr.flush()
-                lost = isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
+                lost = isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
                 cause = in_one_line(f"{type(error).__name__}: {error}")
                 log.last_word("error", experiment=number, error=cause, lost=lost)
                 os._exit(1)  # a communicator that lost its peer may never let the interpreter end
@@ -91,14 +91,14 @@ def _one(folder: Path, number: int, experiment: Experiment, log: EventLog, ranks
     """One experiment, by the ranks that it needs."""
     execution = resolve(RunConfig(device="cpu", threads=1), ranks.local_world_size)
     torch.set_num_threads(execution.threads)
-    expected = of_one_rank(*same_for(experiment)) if ranks.rank == 0 else None
     with joined(Parallel(dp=experiment.ranks), execution, ranks, f"experiment-{number}") as world:
         own, weights = carry_out(
             experiment, world.device, lambda step: log.write("step", None, step, experiment=number)
         )
         everyone: list[Any] = [None] * experiment.ranks
         dist.all_gather_object(everyone, own)
-    if expected is not None:
+    if ranks.rank == 0:  # the others wait without using a core
+        expected = of_one_rank(*same_for(experiment))
         training_folder.write_result(folder, number, compared(experiment, everyone, weights, *expected))
     return {}
 

@@ -38,26 +38,35 @@ class Job:
 
     def outcome(self) -> str | None:
         """Return ok, failed or stopped; None while it is running."""
-        if len(self.results()) == len(self.experiments):
+        if self._is_complete():
             return "ok"
         if self._is_alive():
             return None
         return "failed" if self.failure() else "stopped"
 
     def failure(self) -> str | None:
-        """Return which rank failed first, in which experiment, and why, in one line; None where none did."""
+        """Return which rank failed first, in which experiment, and why, in one line; None unless the job failed."""
+        if self._is_complete() or self._is_alive():
+            return None
         events = training_folder.events(self.folder)
         last = {event["rank"]: event for event in events}
         errors = [event for event in events if event["kind"] == "error"]
         silent = [event for event in last.values() if event["kind"] not in ("end", "error", "terminated")]
-        killed = [event | {"error": "ended without a word: killed, or out of memory"} for event in silent]
-        own = [event for event in errors if not event["lost"]]
-        for event in (*own, *killed, *errors):
+        word = {"error": "ended without a word: killed, or out of memory"}
+        killed = [event | word | {"experiment": max(event.get("experiment", 0), self._finished())} for event in silent]
+        suspects = [event for event in errors if not event["lost"]] + killed
+        if not suspects and any(event.get("orphaned") for event in last.values()):
+            return "the launcher was killed"
+        for event in (*suspects, *errors):
             at = event.get("experiment", 0)
             return f"experiment {at} ({self.experiments[at].name}), rank {event['rank']}: {event['error']}"
-        if any(event.get("orphaned") for event in last.values()):
-            return "the launcher was killed"
         return None if last else f"no rank has started: {self._last_line()}"
+
+    def _is_complete(self) -> bool:
+        return self._finished() == len(self.experiments)
+
+    def _finished(self) -> int:
+        return len(self.results())
 
     def _last_line(self) -> str:
         return (self.folder / "launcher.log").read_text(errors="replace").strip().rpartition("\n")[2]
