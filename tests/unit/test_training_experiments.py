@@ -31,7 +31,7 @@ def small(monkeypatch):
     ("facts", "line"),
     [
         ({"technique": "ZeRO-9"}, "technique ZeRO-9: must be one of one rank, DDP, "),
-        ({"problem": "llama"}, "problem llama: must be one of transformer, svd"),
+        ({"problem": "llama"}, "problem llama: must be one of transformer, small, svd"),
         ({"precision": "fp16"}, "precision fp16: must be one of fp32, bf16, fp64"),
         ({"ranks": 0}, "ranks 0: must be a whole number from 1 to 16"),
         ({"batch": True}, "batch True: must be a whole number from 1 to 1024"),

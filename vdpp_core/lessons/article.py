@@ -178,7 +178,8 @@ def _compared(parameters: float, hidden: int, layers: int, layout: Layout, sampl
     run = advice.training(gpus, **sizes)
     row = advice.row(run, layout)
     sent = f"{row['inside_gb'] + row['between_gb']:.4g} GB sent, {row['between_gbit_per_s']:.4g} Gbit/s between nodes"
-    ours = f"{gpus} GPUs, {gpus // run.gpus_per_node} nodes; {row['memory_gb']:.4g} GB: "
+    nodes = gpus // run.gpus_per_node
+    ours = f"{gpus} GPUs, {nodes} node{'s' * (nodes > 1)}; {row['memory_gb']:.4g} GB: "
     ours += ("fits; " if not row["cause"] else f"does not fit: {row['reason']}; ") + sent
     best = advice.advise(run).iloc[0]
     if row["cause"]:

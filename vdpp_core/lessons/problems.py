@@ -170,7 +170,9 @@ class SVDProblem:
 
     def model(self) -> nn.Module:
         """The UNet in the package."""
-        unet = UNetSpatioTemporalConditionModel.from_pretrained(MODELS["tiny"], subfolder="unet").train()
+        unet = UNetSpatioTemporalConditionModel.from_pretrained(
+            MODELS["tiny"], subfolder="unet", use_safetensors=True
+        ).train()
         for name, parameter in unet.named_parameters():
             if (
                 any(part in name for part in (".attn2.to_q.", ".attn2.to_k.", ".norm2."))
