@@ -65,7 +65,7 @@ def test_ratios_of_memory_and_traffic():
 
 def test_bubbles_micro_batches_and_messages():
     found = measured([pipeline("GPipe", GPIPE), pipeline("1F1B", GPIPE)])
-    assert found["bubble, P 4, M 8"] == found["GPipe's bubble"] == "P 2, M 2: 33.3%"
+    assert found["bubble, P 4, M 8"] == found["GPipe's bubble"] == "P 2, M 2: 33.3% without messages, formula 33.3%"
     assert found["GPipe's memory, P 4, M 8"] == "P 2, M 2: 1F1B 2, GPipe 2 micro-batches"
     assert found["PP, a micro-batch"] == "1 times hidden · samples · sequence values"
     assert found["PP, 8 micro-batches"] == "2 times M messages over each of 1 boundaries"

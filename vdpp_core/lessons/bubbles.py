@@ -62,9 +62,9 @@ def parts_of_a_bubble(experiment: Experiment) -> int:
 def table(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """A row for each result of a pipeline: its bubble and the micro-batches kept by each rank, beside their formulas.
 
-    `messages free` is the bubble of `on_own_cores`, to be compared with the formulas, which know no messages;
-    `unequal` is the formula with the seconds of these ranks. A rank keeps activations of so many micro-batches,
-    in bytes measured against a result of GPipe with one micro-batch of the same size, NaN without one.
+    `without messages` is the bubble of `on_own_cores`, to be compared with the formulas, which know no messages;
+    `formula, these stages` is the formula with the seconds of these ranks. A rank keeps activations of so many
+    micro-batches, in bytes measured against a result of GPipe with one micro-batch of the same size, NaN without one.
     """
     rows = []
     for result in results:
@@ -81,10 +81,10 @@ def table(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
                 "micro_batches": experiment.micro_batches,
                 "chunks": experiment.chunks,
                 "bubble": bubble(ranks),
-                "messages free": bubble(own),
-                "unequal": unequal_bubble(seconds(ranks), experiment.micro_batches, parts),
+                "without messages": bubble(own),
+                "formula, these stages": unequal_bubble(seconds(ranks), experiment.micro_batches, parts),
                 "formula": sizing.bubble(experiment.ranks, experiment.micro_batches, parts),
-                "kept": _kept_in_bytes(result, experiment, results),
+                "kept per rank": _kept_in_bytes(result, experiment, results),
                 "kept, formula": expected_kept(experiment),
             }
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vdpp_core.lessons import bubbles
+from vdpp_core.lessons import bubbles, sizing
 from vdpp_core.lessons.data import size
 from vdpp_core.lessons.problems import PROBLEMS, TransformerProblem
 
@@ -122,7 +122,9 @@ def _pipelines(found: dict[str, Result]) -> Iterator[tuple[str, str]]:
     for name, claim in names.items():
         if one := found.get(name):
             spans = bubbles.spans_of(one)
-            yield claim, f"{setting(one)}: {bubbles.bubble(bubbles.on_own_cores(spans)):.1%}"
+            waits, facts = bubbles.bubble(bubbles.on_own_cores(spans)), one["experiment"]
+            formula = sizing.bubble(facts["ranks"], facts["micro_batches"], facts["chunks"])
+            yield claim, f"{setting(one)}: {waits:.1%} without messages, formula {formula:.1%}"
             kept[name] = f"{name} {max(map(bubbles.kept, spans)):g}"
     if "GPipe" in kept:
         yield "GPipe's memory, P 4, M 8", f"{setting(found['GPipe'])}: {', '.join(kept.values())} micro-batches"

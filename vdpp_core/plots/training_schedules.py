@@ -16,7 +16,7 @@ from vdpp_core.plots.style import COLOURS, INK, name_rows, new_figure
 _SHADES = sns.light_palette(COLOURS["pp"], n_colors=100, as_cmap=True)
 LOOKS: dict[str, dict[str, Any]] = {  # kind of span -> its bar
     "forward": {"facecolor": _SHADES(0.25), "edgecolor": INK},
-    "loss": {"facecolor": (1, 1, 1), "edgecolor": INK},
+    "loss": {"facecolor": (0.6, 0.6, 0.6), "edgecolor": INK},
     "backward": {"facecolor": _SHADES(0.95), "edgecolor": INK},
     "input gradients": {"facecolor": _SHADES(0.6), "edgecolor": INK},
     "weight gradients": {"facecolor": (1, 1, 1), "edgecolor": INK, "hatch": "////"},
@@ -61,7 +61,7 @@ def schedules(panels: Sequence[Panel], title: str, small_print: str, same_axis: 
     for panel, ax, own in zip(panels, axes[:, 0], latest, strict=True):
         ax.set_title(panel.caption, fontsize=9, loc="left", fontweight="normal")
         ax.set_xlim(0, 1.01 * (max(latest) if same_axis else own))
-    axes[-1, 0].set_xlabel("time since the step began (s); white: waiting", loc="left", fontsize=8.5)
+    axes[-1, 0].set_xlabel("time (s); white: waiting", loc="left", fontsize=8.5)
     kinds = {span.kind for panel in panels for spans in panel.ranks for span in spans}
     handles = [Patch(**look, label=kind) for kind, look in LOOKS.items() if kind in kinds]
     place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.2), "borderaxespad": 0.0}

@@ -33,7 +33,7 @@ def layouts(table: pd.DataFrame, gpu_memory: float, title: str, small_print: str
     rows = pd.concat([fitting, rest.groupby(["cause", "strategy"], sort=False).head(1).head(SHOWN)])
     figure, axes = new_figure((1, 4), (13, 0.62 * len(rows) + 1.6), title, small_print, width_ratios=(3, 2, 1.3, 3.4))
     memory, traffic, seconds, words = axes[0]
-    for panel, parts, label in ((memory, MEMORY, "GB of a GPU"), (traffic, TRAFFIC, "GB a GPU sends")):
+    for panel, parts, label in ((memory, MEMORY, "GB per GPU"), (traffic, TRAFFIC, "GB sent per GPU and iteration")):
         left = pd.Series(0.0, index=range(len(rows)))
         for name, (colour, hatch) in parts.items():
             sizes = rows[name].reset_index(drop=True)
@@ -66,7 +66,7 @@ def layouts(table: pd.DataFrame, gpu_memory: float, title: str, small_print: str
     seconds.barh(range(len(fitting)), fitting["seconds"], color="#bbbbbb", edgecolor=INK, linestyle="--")
     for place, row in enumerate(fitting.itertuples()):
         seconds.text(row.seconds, place, f" {row.seconds:.3g}", fontsize=7, va="center")
-    seconds.set_xlabel("s an iteration, at best", fontsize=8)
+    seconds.set_xlabel("seconds per iteration, at best", fontsize=8)
     seconds.margins(x=0.3)
     for at, facts in enumerate(rows.to_dict("records")):
         mark = "excluded:" if pd.isna(facts["place"]) else f"{facts['place']}."
