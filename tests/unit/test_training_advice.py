@@ -110,7 +110,7 @@ def test_what_fits_is_ranked_and_the_rest_says_why():
     ("given", "layout", "reason"),
     [
         ({"gpus": 16}, "TP 16", "TP 16 does not divide a node of 8, and its all-reduces must not leave one"),
-        ({"gpus": 8, "hidden": 640}, "TP 2 × DP 4", "TP 2 does not divide 5 heads of 128 channels"),
+        ({"gpus": 8, "hidden": 640, "layers": 14000}, "TP 2 × DP 4", "TP 2 does not divide 5 heads of 128 channels"),
         ({"gpus": 8, "batch": 4}, "DP 8", "DP 8 does not divide a batch of 4"),
         ({"gpus": 128}, "PP 128", "PP 128 is above 80 layers"),
         ({"gpus": 8, "micro_batch": 3}, "PP 8", "micro-batches of 3 do not divide 8 samples of a replica"),
@@ -186,7 +186,8 @@ def test_the_command_prints_json(capsys):
     [
         ("", "--gpus '': must be given"),
         ("--gpus 8", "--parameters '': give these or a model: llama-7b, llama-3-70b, llama-3.1-405b, svd"),
-        ("--gpus 8 --parameters 7e9 --model svd", "--parameters 7000000000.0: give these or a model: llama-7b"),
+        ("--gpus 8 --model llama-7b --hidden 128 --layers 2", "--hidden 128: with 2 layers is 3.93e+05 parameters"),
+        ("--gpus 8 --parameters 7e9 --model svd", "--parameters 7000000000.0: not with --model svd"),
         ("--gpus 12 --parameters 7e9", "--gpus 12: must be a multiple of 8"),
         ("--gpus x --model svd", "--gpus x: must be a whole number from 1 to 1000000"),
         ("--gpus 8 --parameters 7", "--parameters 7.0: must be greater than or equal to 1000"),

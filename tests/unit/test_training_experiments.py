@@ -58,7 +58,7 @@ def test_techniques_are_found_however_they_are_typed():
         "1F1B",
         "Zero bubble",
     ]
-    with pytest.raises(ConfigError, match=r"technique zero: must be one of one rank, DDP"):
+    with pytest.raises(ConfigError, match=r"techniques zero: must be one of one rank, DDP"):
         techniques.named("zero")
 
 
@@ -169,7 +169,7 @@ def write(job, *events):
             file.write(json.dumps({"t": float(number), **event}) + "\n")
 
 
-START = {"kind": "start", "pid": 1, "created": 0.0, "host": socket.gethostname()}
+START = {"kind": "start", "pid": 2**30, "created": 0.0, "host": socket.gethostname()}
 ERROR = {"kind": "error", "experiment": 1}
 
 

@@ -18,9 +18,9 @@ WIDTH = 100
 NAMES = "llama-7b|llama-3-70b|llama-3.1-405b|svd"
 COLUMNS = {  # heading and width; the numbers are GB, but for the last two
     "place": ("#", 3),
-    "layout": ("layout", -19),
+    "layout": ("layout", -22),
     "strategy": ("strategy", -13),
-    "schedule": ("schedule", -16),
+    "schedule": ("schedule", -11),
     "state_gb": ("state", 5),
     "gathered_gb": ("whole", 5),
     "activations_gb": ("act.", 5),
@@ -133,7 +133,9 @@ def _plan(table: pd.DataFrame, top: int) -> Iterator[str]:
 
 
 def _cell(value: Any, width: int) -> str:
-    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    text = f"{value:.3g}" if isinstance(value, float) else str(value).replace("Interleaved 1F1B", "interleaved")
+    if isinstance(value, float) and abs(value) < 5e-4:
+        text = "0"
     return f"{text:<{-width}}" if width < 0 else f"{text:>{width}}"
 
 

@@ -7,11 +7,11 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from vdpp_core.cli import arguments
 from vdpp_core.cli.arguments import N, Switch, shown, whole_number
@@ -51,11 +51,13 @@ class Training:
         arguments.quiet()
         from vdpp_core.lessons import compared, training  # takes seconds to import
 
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the job, as Ctrl-C does
-        job = training.start(list(self._experiments()))
+        experiments = self._experiments()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _end)
+        job = training.start(experiments)
         try:
             _follow(job)
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C, a signal, or nobody who reads the output
             job.stop()
             raise
         if (failure := job.failure()) is not None:
@@ -68,12 +70,20 @@ class Training:
         if job.outcome() != "ok":
             raise SystemExit(1)
 
-    def _experiments(self) -> Iterator[Experiment]:
+    def _experiments(self) -> list[Experiment]:
         """All combinations; those that do not fit are left out with a line, unless their technique was named."""
         from vdpp_core.lessons import techniques
-        from vdpp_core.lessons.experiments import Experiment
+        from vdpp_core.lessons.experiments import MOST, MOST_RANKS, PRECISIONS, Experiment
+        from vdpp_core.lessons.problems import PROBLEMS
 
         names = [techniques.named(name) for name in self.techniques] or list(techniques.PLACES)
+        allowed = {"problems": list(PROBLEMS), "precision": list(PRECISIONS)}
+        for argument, known in allowed.items():
+            for value in getattr(self, argument) or [""]:
+                if value not in known:
+                    raise ConfigError(argument, value, f"must be one of {', '.join(known)}, or several")
+        ranks = whole_number("ranks", self.ranks, most=MOST_RANKS)
+        steps, made = whole_number("steps", self.steps, most=MOST), list[Experiment]()
         batches = [whole_number("batch", size) for size in self.batch]
         switches = (False, True) if self.checkpointing else (False,)
         for problem, batch, precision, recompute, name in itertools.product(
@@ -81,20 +91,19 @@ class Training:
         ):
             takes = techniques.technique(name).takes
             try:
-                yield Experiment(
-                    name,
-                    problem,
-                    1 if name == "one rank" else whole_number("ranks", self.ranks),
-                    batch,
-                    whole_number("steps", self.steps),
-                    precision,
-                    recompute,
-                    **{each: whole_number(each, getattr(self, each)) for each in takes},
-                )
+                parts = {each: whole_number(each, getattr(self, each)) for each in takes}
+                own = 1 if name == "one rank" else ranks
+                made.append(Experiment(name, problem, own, batch, steps, precision, recompute, **parts))
             except ConfigError as error:
                 if self.techniques:
                     raise
-                arguments.warn([f"left out: {name}, {problem}, batch {batch}: {error}"])
+                arguments.warn([f"left out: {name}, {problem}, batch {batch}, {precision}: {error}"])
+        return made
+
+
+def _end(number: int, _: Any) -> NoReturn:
+    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+    raise SystemExit(128 + number)
 
 
 def _follow(job: Job) -> None:

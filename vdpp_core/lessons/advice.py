@@ -110,17 +110,30 @@ def training(gpus: int, model: str | None = None, parameters: float | None = Non
     elif model in MODELS and parameters is None:
         known = MODELS[model]
     elif model is None or parameters is not None:
-        raise ConfigError("parameters", parameters or "", f"give these or a model: {', '.join(MODELS)}")
+        allowed = f"not with --model {model}" if model else f"give these or a model: {', '.join(MODELS)}"
+        raise ConfigError("parameters", parameters or "", allowed)
     else:
         raise ConfigError("model", model, f"must be one of {', '.join(MODELS)}")
     for name in ("hidden", "layers", "sequence", "checkpointing") if model == "svd" else ():
         if given.get(name):
             raise ConfigError(name, given[name], "not with svd, whose activations are counted for one size")
+    _check_sizes(known, given)
     defaults = {"batch": gpus, "gpus_per_node": min(8, gpus), "svd": model == "svd"}
     values: dict[str, Any] = {**known._asdict(), "gpus": gpus, **defaults, **given}
     made = Training(**values)
     sizing.groups(made.gpus, made.gpus_per_node)
     return made
+
+
+def _check_sizes(known: Model, given: dict[str, Any]) -> None:
+    """Refuse a hidden size and layers that contradict the parameters: 12·l·h² more than twice or less than half."""
+    if not given.get("hidden") and not given.get("layers"):
+        return
+    hidden, layers = given.get("hidden") or known.hidden, given.get("layers") or known.layers
+    counted = 12 * layers * hidden**2
+    if not known.parameters / 2 <= counted <= 2 * known.parameters:
+        allowed = f"with {layers} layers is {counted:.3g} parameters (12·l·h²), not {known.parameters:.3g}"
+        raise ConfigError("hidden", hidden, allowed)
 
 
 @checked
@@ -436,15 +449,18 @@ def in_words(run: Training) -> list[str]:
     """What is trained, on what, and what is assumed: two lines."""
     each = sum(PRECISIONS[run.precision][0])
     assumed = f"{run.tflops:g} TFLOPS a GPU" if run.iteration_seconds is None else "given"
+    attention = "" if run.svd or run.iteration_seconds else ", attention's scores not counted"
     what = (
         "a clip of 14 × 72 × 128 each" if run.svd else f"{run.layers} layers of {run.hidden}, sequence {run.sequence}"
     )
     again = ", activations recomputed" if run.checkpointing else ""
+    gpus, samples = (f"{count} {name}{'s' * (count > 1)}" for count, name in ((run.gpus, "GPU"), (run.batch, "sample")))
     return [
-        f"{run.parameters / 1e9:.4g}B parameters, {what}; {run.batch} samples an iteration; {run.precision} precision, "
+        f"{run.parameters / 1e9:.4g}B parameters, {what}; {samples} an iteration; {run.precision} precision, "
         f"{each} bytes of state a parameter{again}",
-        f"{run.gpus} GPUs of {run.gpu_memory:g} GB (1e9 bytes) in nodes of {run.gpus_per_node}; {run.seconds:.4g} s "
-        f"of computing ({assumed}); {run.inside_gb_per_s:g} GB/s in a node, {run.between_gbit_per_s:g} Gbit/s between",
+        f"{gpus} of {run.gpu_memory:g} GB (1e9 bytes) in nodes of {run.gpus_per_node}; "
+        f"{run.seconds:.4g} s of computing ({assumed}{attention}); "
+        f"{run.inside_gb_per_s:g} GB/s in a node, {run.between_gbit_per_s:g} Gbit/s between",
     ]
 
 

@@ -53,7 +53,7 @@ def named(text: str) -> str:
         ConfigError: there is none.
     """
     known = {_plain(name): name for name in PLACES}
-    refuse_unless("technique", text, _plain(text) in known, f"must be one of {', '.join(PLACES)}")
+    refuse_unless("techniques", text, _plain(text) in known, f"must be one of {', '.join(PLACES)}")
     return known[_plain(text)]
 
 

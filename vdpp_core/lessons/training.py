@@ -121,8 +121,11 @@ class Job:
         return read_object(self.folder / LAUNCHER, "pid", "created")
 
     def _is_alive(self) -> bool:
+        """Whether the launcher or a rank is: ranks whose launcher was killed notice it within a second."""
         launcher = self._launcher()
-        return launcher is not None and processes.is_alive(launcher["pid"], launcher["created"])
+        starts = [event for event in training_folder.events(self.folder) if event["kind"] == "start"]
+        known = [*([launcher] if launcher else []), *starts]
+        return any(processes.is_alive(one["pid"], one["created"]) for one in known)
 
 
 def _end(known: Sequence[dict[str, Any]], patience_s: float) -> None:
@@ -152,9 +155,14 @@ def start(experiments: Sequence[Experiment]) -> Job:
         facts = {"pid": pid, "created": processes.created_s(pid)}
         write_atomically(folder / LAUNCHER, json.dumps(facts) + "\n")
 
-    with (folder / "launcher.log").open("ab") as log:
-        warm_start.start([*torchrun, "training", "--folder", str(folder)], log.fileno(), log.fileno(), note)
-    return Job(folder)
+    job = Job(folder)
+    try:
+        with (folder / "launcher.log").open("ab") as log:
+            warm_start.start([*torchrun, "training", "--folder", str(folder)], log.fileno(), log.fileno(), note)
+    except BaseException:  # interrupted, perhaps after it was launched
+        job.stop()
+        raise
+    return job
 
 
 def attach(job_id: str) -> Job:
