@@ -87,7 +87,8 @@ def in_words(results: Results) -> list[str]:
 
 def _short(result: dict[str, Any]) -> str:
     one = Experiment(**result["experiment"])
-    marks = [f"M{one.micro_batches}"] * (one.micro_batches > 1) + ["bf16"] * (one.precision == "bf16") + ["ckpt"] * one.checkpointing
+    marks = [f"M{one.micro_batches}"] * (one.micro_batches > 1)
+    marks += ["bf16"] * (one.precision == "bf16") + ["ckpt"] * one.checkpointing
     return " ".join([one.technique, one.problem.replace("transformer", "gpt"), f"b{one.batch}", *marks])
 
 
