@@ -23,7 +23,7 @@ from vdpp_core.engine.memory_limit import OutOfMemoryError
 from vdpp_core.parallel.rendezvous import Ranks, agree
 from vdpp_core.predict import cores_and_disk, memory, prediction
 from vdpp_core.predict.schedule import run_times
-from vdpp_core.runs import events, runfolder
+from vdpp_core.runs import events, processes, runfolder
 from vdpp_core.runs.run import Run as RunRead
 
 
@@ -64,8 +64,8 @@ class Run:
     def __call__(self, ranks: Ranks, _: Sequence[str]) -> None:
         folders = [Path(name) for name in self.folder]
         _each_once(folders)
-        for folder in [_prepared(folder, ranks) for folder in folders]:
-            carry_out(partial(_execute, folder, ranks), ranks, folder)
+        for number, folder in enumerate([_prepared(folder, ranks) for folder in folders]):
+            carry_out(partial(_execute, folder, ranks, first=number == 0), ranks, folder)
 
 
 def how_many(world_size: str | None, ranks: Ranks, alone: int) -> tuple[int, int]:
@@ -151,15 +151,24 @@ def _record_and_execute(folder: Path, ranks: Ranks) -> None:
     _execute(folder, ranks)
 
 
-def _execute(folder: Path, ranks: Ranks) -> None:
+def _execute(folder: Path, ranks: Ranks, first: bool = True) -> None:
+    """Do a run, the `first` of this process or a later one."""
     from vdpp_core.engine import worker  # takes seconds to import: after the arguments were checked
     from vdpp_core.runs.results import settle
 
     run = RunRead(folder)
     keep_freed_memory(run.config.memory_limit_gib is None)
     try:
-        worker.execute(run, ranks, predict_times=run_times)
+        before = _startup(ranks) if first else {}
+        worker.execute(run, ranks, predict_times=run_times, before=before)
     except BaseException:
         if not run.launcher_alive():
             settle(run, again=True, predict_times=run_times)
         raise
+
+
+def _startup(ranks: Ranks) -> dict[str, float]:
+    """How long its launcher took to start this process, and this process to import and check, for its start event."""
+    own = processes.age_s(os.getpid())
+    launch = processes.age_s(os.getppid()) - own if ranks.under_torchrun else 0.0
+    return {"launch_s": launch, "import_s": own}

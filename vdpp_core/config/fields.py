@@ -261,3 +261,6 @@ class Output(Frozen):
     )
     output_dir: Path | None = Field(default=None, description="the run folder itself; default: a new one under runs/")
     save_latents: bool = Field(default=False, description="write latents/sample-NNN.safetensors as samples finish")
+    profile: bool = Field(
+        default=False, description="trace two more steps of each rank with torch.profiler, after the last sample"
+    )

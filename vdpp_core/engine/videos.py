@@ -67,9 +67,11 @@ class Maker:
         except FloatingPointError as error:
             raise FloatingPointError(f"sample {sample}: {error}") from None
         image = _as_seen(config.of_sample(sample), made)
+        decoded = time.perf_counter()
         for name, frames in zip(video_names(config, sample), made, strict=True):
             media.save_video(self.folder / "videos", name, frames, image, config.fps)
-        self.log.write("video", sample, seconds=time.perf_counter() - started)
+        written = time.perf_counter()
+        self.log.write("video", sample, seconds=written - started, write_s=written - decoded)
         if config.compare_official:
             self.made[sample] = latents, made
 

@@ -18,6 +18,7 @@ from vdpp_core.runs.events import Follower
 from vdpp_core.runs.failure import first_cause
 from vdpp_core.runs.metrics import Span
 from vdpp_core.runs.run import Run
+from vdpp_core.runs.time_spent import time_spent
 
 _BESIDE = {"video": "decoding", "encode": "encoding"}  # event -> what its span shows
 PredictTimes = Callable[[RunConfig, list[float], float, float], dict[str, Any]]
@@ -96,7 +97,8 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
     )
     memory = [done.memory for done in kinds.last_of(events, kinds.Done).values()]
     peaks = [each["allocated_gb"] for each in memory]
-    sent = [warm.sent_bytes for warm in kinds.last_of(events, kinds.Warm).values()]
+    warms = kinds.last_of(events, kinds.Warm)
+    sent = [warm.sent_bytes for warm in warms.values()]
     predicted = _predicted_before(run, events) | _predicted_times(config, events, work.latents, predict_times)
     hardware = machine.hardware()
     numbers = metrics.numbers(spans, layout, config.swap_batch) if whole else {"samples_finished": len(finished)}
@@ -125,6 +127,10 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         "memory_per_rank": memory,
         "predicted": predicted or None,
         **_videos(events, config),
+        "time_s_per_rank": [
+            time_spent([event for event in events if event.rank == rank]) for rank in range(layout.world_size)
+        ],
+        "cold_step_s_per_rank": [warms[rank].cold_s if rank in warms else None for rank in range(layout.world_size)],
         "threads_per_rank": [start.threads for start in starts],
         "device": first and first.device,
         "dtype": first and first.dtype,
