@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from launch import resuming, warm_start
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
-from launch.progress import progress
 from launch.terminate import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers, settle
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
@@ -25,6 +24,7 @@ from vdpp_core.predict import cores_and_disk, memory
 from vdpp_core.runs import processes, results, runfolder
 from vdpp_core.runs.event_types import Start, of
 from vdpp_core.runs.events import Follower
+from vdpp_core.runs.progress import progress
 from vdpp_core.runs.run import Run
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class Job:
         return f"Job({self.run_id!r}, {self.status()})"
 
     def status(self) -> str:
-        """Return starting, loading, warming up, running, decoding, or how it ended: ok, oom, failed, stopped."""
+        """Return the phase (starting, loading, warming up, running, decoding, comparing) or the outcome (ok, oom,
+        failed, stopped)."""
         return self.outcome() or progress(self.run)["phase"]
 
     def outcome(self) -> str | None:

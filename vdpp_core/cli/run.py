@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
-from vdpp_core.cli import arguments, show
+from vdpp_core.cli import arguments, progress_bar, show
 from vdpp_core.cli.arguments import N, RunCommand, shown
 from vdpp_core.config.errors import ConfigError, redacted
 from vdpp_core.config.layout import Parallel
@@ -146,9 +147,14 @@ def _not_run_before(folder: Path) -> str:
 
 
 def _record_and_execute(folder: Path, ranks: Ranks) -> None:
-    if ranks.rank == 0:
-        prediction.record(folder)
-    _execute(folder, ranks)
+    with _followed(folder, ranks):
+        if ranks.rank == 0:
+            prediction.record(folder)
+        _execute(folder, ranks)
+
+
+def _followed(folder: Path, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+    return progress_bar.of_run(folder) if ranks.rank == 0 else contextlib.nullcontext()
 
 
 def _execute(folder: Path, ranks: Ranks, first: bool = True) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vdpp_core.cli import arguments
+from vdpp_core.compare.official import in_words
 from vdpp_core.config import RunConfig
 from vdpp_core.models.images import how_it_fits
 from vdpp_core.runs import machine
@@ -100,13 +101,9 @@ def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
         "decoding time of each sample (s)": _listed(result["decode_s"], 2),
     }
     if official := result["official"]:
-        note = "; diffusers decodes in fp16, this package in fp32" if result["dtype"] == "float16" else ""
-        lines["equal to the official pipeline"] = (
-            f"latents {official['equal_latents']} of {official['samples']}, "
-            f"frames {official['equal_frames']} of {official['samples']}; "
-            f"largest difference {official['max_latent_difference']:.2g} in latents, "
-            f"{official['max_frame_difference']} of 255 in frames{note}"
-        )
+        lines |= in_words(official)
+        if result["dtype"] == "float16":
+            lines["frames"] += "; diffusers decodes in fp16, this package in fp32"
         if official["max_batch_difference"] is not None:
             lines["batches"] = (
                 "each video was decoded alone; the official pipeline's decoding chunks cross from one video of a batch "

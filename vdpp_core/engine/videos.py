@@ -170,7 +170,8 @@ class Official:
             return self.pipeline(**given, generator=generator, **arguments).frames
 
     def compare(self, sample: int, latents: Tensor, frames: Frames, step_done: Callable[[int], None]) -> dict[str, Any]:
-        """Compare a sample's latents and frames with the official ones: equality and largest difference.
+        """Compare a sample's latents and frames with the official ones: equality and largest difference, of latents
+        also relative to the largest official magnitude.
 
         The videos of a batch are compared with what the official pipeline decodes from each alone.
         `max_batch_difference` is how far that is from decoding the whole batch, where a chunk may mix two videos.
@@ -180,10 +181,12 @@ class Official:
         if len(together) > 1 and self.config.is_svd:
             official_frames = self._one_by_one(official_latents)
             facts = {"max_batch_difference": _grey_levels(official_frames, together)}
+        difference = (latents - official_latents).abs().max()
         return facts | {
             "equal_latents": torch.equal(latents, official_latents),
             "equal_frames": bool(np.array_equal(frames, official_frames)),
-            "max_latent_difference": (latents - official_latents).abs().max().item(),
+            "max_latent_difference": difference.item(),
+            "relative_latent_difference": (difference / official_latents.abs().max()).item(),
             "max_frame_difference": _grey_levels(frames, official_frames),
         }
 

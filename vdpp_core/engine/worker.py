@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
@@ -404,7 +403,7 @@ class _Rank:
 
         Then padding: the example once more, because the shard group's other ranks need this rank's parameters.
         """
-        visits, bar = self._visits(samples), self._progress_bar(samples)
+        visits = self._visits(samples)
         computed = [sample if sample >= 0 else self.example for _, sample, _ in visits]
         unfinished: dict[int, Message] = {}  # samples that wait for the next expert
         if visits and not self.first:
@@ -418,7 +417,7 @@ class _Rank:
             self._use_expert(steps)
             self.log.write("take", sample, seconds=waited)
             self._prepare(own, given)
-            made = self.stage.denoise(own, steps, given, partial(self._report, sample, bar))
+            made = self.stage.denoise(own, steps, given, partial(self._report, sample))
             if steps.stop < self.steps.stop:
                 unfinished[sample] = made
                 continue
@@ -431,9 +430,8 @@ class _Rank:
                 del self.stage.recording[own]
         for _ in range(padding):
             given = None if self.first else self.exchange.example(self.example)
-            self.stage.denoise(self.example, self.steps, given, partial(self._report, None, bar))
+            self.stage.denoise(self.example, self.steps, given, partial(self._report, None))
         self.exchange.close()
-        bar.close()
 
     def _visits(self, samples: Sequence[int]) -> list[Visit]:
         """What this rank does of a replica's samples, in order: all its steps of one after the other; where experts are
@@ -457,17 +455,8 @@ class _Rank:
             self.stage.encode([sample], self.encoders)
             self.log.write("encode", sample, seconds=time.perf_counter() - began)
 
-    def _report(self, sample: int | None, bar: tqdm, step: int, seconds: float) -> None:
+    def _report(self, sample: int | None, step: int, seconds: float) -> None:
         if sample is None:
             self.log.write("pad", step=step, seconds=seconds)
         else:
             self.log.write("step", sample, step, seconds=seconds)
-            bar.update()
-
-    def _progress_bar(self, samples: Sequence[int]) -> tqdm:
-        """Shown on a terminal, by the last stage of the first replica, except in the warm-up."""
-        warming_up = list(samples[:1]) != list(self.samples[:1])
-        place, copies = self.world.place, self.config.layout.copies[self.world.place.stage]
-        shown = not warming_up and self.last and (place.replica, place.copy) == (0, 0) and self.world.speaks
-        total = len(samples[place.copy :: copies]) * len(self.steps)
-        return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

@@ -165,7 +165,8 @@ class Comparing(OfSample):
 
 
 class Official(OfSample):
-    """A sample is compared with the official pipeline's."""
+    """A sample is compared with the official pipeline's. The relative difference of latents is the largest difference
+    of two values, divided by the largest magnitude of an official one."""
 
     kind: Literal["official"]
     equal_latents: bool
@@ -173,6 +174,7 @@ class Official(OfSample):
     max_latent_difference: float  # may be NaN
     max_frame_difference: int | float
     max_batch_difference: float | None = None
+    relative_latent_difference: float | None = None  # may be NaN; earlier versions did not record it
 
 
 class LastWord(Event):

@@ -177,6 +177,7 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
     zero = clock_starts(events)
     made_s = [event.t - zero[event.rank] for event in videos if event.rank in zero]
     batches = [event.max_batch_difference for event in compared if event.max_batch_difference is not None]
+    relative = [each.relative_latent_difference for each in compared if each.relative_latent_difference is not None]
     return {
         "videos_written": len(videos) * config.shape[0],
         "time_to_first_video_s": min(made_s, default=None),
@@ -187,6 +188,7 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
             "equal_latents": sum(event.equal_latents for event in compared),
             "equal_frames": sum(event.equal_frames for event in compared),
             "max_latent_difference": max(event.max_latent_difference for event in compared),
+            "relative_latent_difference": max(relative, default=None),
             "max_frame_difference": max(event.max_frame_difference for event in compared),
             "max_batch_difference": max(batches, default=None),
         }
