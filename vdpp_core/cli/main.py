@@ -24,7 +24,11 @@ parse = partial(arguments.parse, COMMANDS, prog=PROG, purpose=PURPOSE)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with 2 after bad input, with 1 after a failure, with 130 after Ctrl-C."""
     arguments.begin()
-    words = sys.argv[1:] if argv is None else list(argv)
+    with arguments.readers_may_leave():
+        _run(sys.argv[1:] if argv is None else list(argv))
+
+
+def _run(words: Sequence[str]) -> None:
     command, ranks = parse(words), Ranks.from_environment()
     try:
         command(ranks, words)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from vdpp_core.cli.words import counted
+from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs.events import Follower
 from vdpp_core.runs.progress import progress
 from vdpp_core.runs.run import Run
@@ -51,13 +53,17 @@ def _refresh(bar: Any, look: Callable[[], Far], over: threading.Event) -> None:
     wait = 0.0
     while not over.wait(wait):
         began = time.monotonic()
-        far = look()
-        bar.bar_format = _WITHOUT if far.share is None else _WITH_BAR
-        bar.n = far.share or 0.0
-        bar.set_description_str(far.doing, refresh=False)
-        bar.set_postfix_str(far.more, refresh=False)
-        bar.refresh()
+        with suppress(ConfigError, OSError):  # a folder that has just gone
+            _show(bar, look())
         wait = max(PERIOD_S, BUSY * (time.monotonic() - began))
+
+
+def _show(bar: Any, far: Far) -> None:
+    bar.bar_format = _WITHOUT if far.share is None else _WITH_BAR
+    bar.n = far.share or 0.0
+    bar.set_description_str(far.doing, refresh=False)
+    bar.set_postfix_str(far.more, refresh=False)
+    bar.refresh()
 
 
 @contextmanager
@@ -91,3 +97,4 @@ def in_words(far: dict[str, Any]) -> Far:
 def say(line: str) -> None:
     """Print a line to stdout while a bar may be there."""
     tqdm.write(line)
+    sys.stdout.flush()
