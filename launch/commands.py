@@ -28,7 +28,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
-from vdpp_core.runs import runfolder
+from vdpp_core.runs import profiles, runfolder
 from vdpp_core.runs.progress import progress
 
 PROG = "python -m launch"
@@ -264,14 +264,23 @@ class Tail:
 
 @dataclass(frozen=True)
 class Trace:
-    """Write what each rank of a run did and when, as a trace for Perfetto."""
+    """Write what each rank of a run did and when, as a trace for Perfetto; after --profile draw its layers, too."""
 
     run: Positional[Annotated[str, RUN]]  # run id
     output: Annotated[str | None, shown("FILE")] = None  # file to write; default: trace.json in the run's folder
 
     def __call__(self) -> None:
-        print(_run(self.run).trace(None if self.output is None else Path(self.output)))
+        job = _run(self.run)
+        print(job.trace(None if self.output is None else Path(self.output)))
         print("open it at https://ui.perfetto.dev, or without a network at chrome://tracing in Chrome", file=sys.stderr)
+        for rank in range(job.run.config.layout.world_size):
+            path = profiles.path_of(job.folder, rank)
+            if path.exists():
+                from vdpp_core.plots import profile
+
+                drawn = path.with_name(f"rank-{rank}.png")
+                profile.draw(job.run, rank).savefig(drawn)
+                print(f"{path}\n{drawn}")
 
 
 @dataclass(frozen=True)

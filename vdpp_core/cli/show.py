@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from vdpp_core.cli import arguments
 from vdpp_core.compare.official import in_words
 from vdpp_core.config import RunConfig
@@ -31,8 +33,19 @@ def run(folder: Path, as_json: bool) -> None:
             print(line)
     for name, value in (_summary(result) | _videos(result, config)).items():
         print(f"  {name:34} {value}")
+    print("where the time went (s, rank by rank)", *_time_spent(result), sep="\n")
     print(f"run folder: {folder}")
+    if config.profile:
+        print(f"profile: {folder / 'profile'}; python -m launch trace {folder.name} draws it")
     arguments.warn(f"disturbed: {line}" for line in result.get("disturbed") or [])
+
+
+def _time_spent(result: dict[str, Any]) -> list[str]:
+    """A line for each rank, without the parts that took no time anywhere."""
+    table = pd.DataFrame(result["time_s_per_rank"]).rename_axis("rank").reset_index()
+    table.insert(len(table.columns) - 1, "(cold step)", result["cold_step_s_per_rank"])
+    table = table.loc[:, (table > 0.005).any() | (table.columns == "rank")].rename(columns={"warm_up": "warm-up"})
+    return ["  " + line for line in table.to_string(index=False, float_format="{:.2f}".format, na_rep="–").split("\n")]
 
 
 def _assignment(config: RunConfig) -> list[str]:

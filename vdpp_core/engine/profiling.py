@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,17 +13,16 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from vdpp_core.parallel.fsdp_units import units
-from vdpp_core.runs.runfolder import profile_path
-
-LAYER = "layer "  # begins the name of a layer's span
+from vdpp_core.runs.profiles import LAYER, path_of
 
 
 @contextmanager
 def traced(denoisers: nn.ModuleDict, device: torch.device, folder: Path, rank: int) -> Iterator[None]:
     """Trace what this rank does in the context, and write it into the run folder for Perfetto."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    path = profile_path(folder, rank)
+    path = path_of(folder, rank)
     path.parent.mkdir(exist_ok=True)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines about its own stages
     with ExitStack() as named:
         for denoiser in denoisers.values():
             names = {module: name for name, module in denoiser.named_modules()}

@@ -20,7 +20,7 @@ from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
 from vdpp_core.engine import collect_files, preflight, profiling
 from vdpp_core.engine.exchange import Exchange
-from vdpp_core.engine.measure import MemoryMeter, Stopwatch
+from vdpp_core.engine.measure import MemoryMeter, Stopwatch, device_use
 from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
 from vdpp_core.engine.swapping import Swap
@@ -31,11 +31,12 @@ from vdpp_core.parallel import fsdp, guidance, loading
 from vdpp_core.parallel.group import Collectives
 from vdpp_core.parallel.parallelize import parallelize, sent
 from vdpp_core.parallel.rendezvous import Ranks, agree
-from vdpp_core.parallel.world import LostRankError, World, joined
+from vdpp_core.parallel.world import LostRankError, World, device_of, joined
 from vdpp_core.runs import origin, processes, results, runfolder
 from vdpp_core.runs.disturbed import Surroundings
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import FullDiskError
+from vdpp_core.runs.profiles import STEPS
 from vdpp_core.runs.run import Run
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def execute(
     ranks: Ranks,
     monitored: bool = True,
     predict_times: results.PredictTimes | None = None,
-    before: dict[str, float] | None = None,
+    before: dict[str, Any] | None = None,
 ) -> None:
     """Do this rank's part of a run. Rank 0 writes result.json at the end.
 
@@ -88,7 +89,8 @@ def execute(
     """
     config, began = run.config, time.perf_counter()
     execution = resolve(config, ranks.local_world_size)
-    surroundings = Surroundings(execution, counts=ranks.local_rank == 0)
+    use = partial(device_use, device_of(execution, ranks.local_rank))
+    surroundings = Surroundings(execution, ranks.local_rank == 0, use)
     with (
         EventLog(run.folder, ranks.rank) as log,
         RankMonitor(run, log, surroundings, ranks.under_torchrun) if monitored else nullcontext(),
@@ -124,7 +126,7 @@ class _Rank:
     world: World
     log: EventLog
     surroundings: Surroundings
-    before: dict[str, float]  # facts of the start event
+    before: dict[str, Any]  # facts of the start event
 
     def __post_init__(self) -> None:
         config, world, self.todo = self.run.config, self.world, self.run.work
@@ -311,11 +313,11 @@ class _Rank:
         return seconds[0]
 
     def _profile(self) -> None:
-        """Trace two more steps, after the clock, so that neither times nor peaks of the run contain the profiler."""
+        """Trace some more steps, after the clock, so that neither times nor peaks of the run contain the profiler."""
         self.world.barrier()
         if self.busy:
             self._use_expert(self.steps)
-            given = [self.exchange.example(self.example) for _ in range(2)]
+            given = [self.exchange.example(self.example) for _ in range(STEPS)]
             with profiling.traced(self.denoisers, self.world.device, self.run.folder, self.ranks.rank):
                 for message in given:
                     self._once(message)

@@ -193,6 +193,7 @@ class Done(LastWord):
     decode_memory: dict[str, Any] | None = None
     asleep_s: _Number | None = None
     other_ranks: _Whole | None = None
+    device_use: _Number | None = None
 
 
 class Error(BadEnd):
@@ -228,8 +229,8 @@ AnyStep = Step | Pad
 Kind = TypeVar("Kind", bound=Event)
 _KNOWN: TypeAdapter[Event] = TypeAdapter(
     Annotated[
-        Start | Plain | Loaded | Warm | Clock | Take | Encode | SwapBegins | Swapped | Step | Send | Finished | Pad | Decode
-        | Chunk | Video | Comparing | Official | Done | Error | Terminated | Predicted,
+        Start | Plain | Loaded | Warm | Clock | Take | Encode | SwapBegins | Swapped | Step | Send | Finished | Pad
+        | Decode | Chunk | Video | Comparing | Official | Done | Error | Terminated | Predicted,
         Field(discriminator="kind"),
     ]
 )  # fmt: skip

@@ -95,7 +95,8 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         next(iter(kinds.of(events, kinds.Start)), None),
         kinds.last_of(events, kinds.Start).values(),
     )
-    memory = [done.memory for done in kinds.last_of(events, kinds.Done).values()]
+    done = kinds.last_of(events, kinds.Done).values()
+    memory = [each.memory for each in done]
     peaks = [each["allocated_gb"] for each in memory]
     warms = kinds.last_of(events, kinds.Warm)
     sent = [warm.sent_bytes for warm in warms.values()]
@@ -123,6 +124,7 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         "handoff_bytes_per_rank": _handoff_bytes(events, layout.world_size),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
+        "device_use_per_rank": [each.device_use for each in done],
         "lockstep_gb_per_step_per_rank": [number / 1e9 for number in sent if number is not None],
         "memory_per_rank": memory,
         "predicted": predicted or None,

@@ -176,11 +176,6 @@ def write_prediction(folder: Path, prediction: dict[str, Any]) -> None:
     write_atomically(folder / "predicted.json", json.dumps(prediction) + "\n")
 
 
-def profile_path(folder: Path, rank: int) -> Path:
-    """Where a rank of a run with --profile writes its trace."""
-    return folder / "profile" / f"rank-{rank}.json.gz"
-
-
 def logs_path(folder: Path) -> Path:
     """Where this machine, one of several, keeps its logs."""
     return folder / "logs" / socket.gethostname()
