@@ -19,7 +19,7 @@ import launch
 from launch import status
 from launch.job import Job, stop_what_is_left
 from launch.machines.nodes import Nodes
-from vdpp_core.cli import arguments, progress_bar
+from vdpp_core.cli import arguments, old_names, progress_bar
 from vdpp_core.cli.arguments import RUN, N, RunCommand, Switch, shown, whole_number
 from vdpp_core.cli.progress_bar import Far
 from vdpp_core.cli.words import counted
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_command(words: Sequence[str]) -> None:
+    old_names.answer(words, PROG.split())
     command = parse(words)
     warnings.showwarning = lambda message, *_: arguments.warn([str(message)])
     try:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from vdpp_core.cli import arguments
+from vdpp_core.cli import arguments, old_names
 from vdpp_core.cli.peers import Peers
 from vdpp_core.cli.predict import Memory, Plan
 from vdpp_core.cli.run import NewRun, Run
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(words: Sequence[str]) -> None:
+    old_names.answer(words)
     command, ranks = parse(words), Ranks.from_environment()
     try:
         command(ranks, words)
