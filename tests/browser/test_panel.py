@@ -18,19 +18,24 @@ SCREENSHOTS = Path(__file__).parent / "screenshots"
 SLIDERS = """
 import ipywidgets as widgets
 import launch
-from vdpp_core import Parallel, split
+from vdpp_core import Parallel, RunConfig, split
 from vdpp_core.plots import gantt
 from vdpp_core.predict import schedule
 
 
-def draw(ranks):
+def draw(ranks, height):
+    RunConfig(height=height)
     layout = Parallel(pp=ranks)
     sizes = [len(steps) for steps in split(8, ranks)]
     spans = schedule.make(layout, sizes, 4, schedule.Seconds(0.1)).spans()
     return gantt.gantt([("a caption", spans, layout)], f"{ranks} ranks", "small print", predicted=True)
 
 
-launch.sliders(draw, ranks=widgets.IntSlider(2, 1, 4, continuous_update=False))
+launch.sliders(
+    draw,
+    ranks=widgets.IntSlider(2, 1, 4, continuous_update=False),
+    height=widgets.IntSlider(256, 64, 1280, step=64, continuous_update=False),
+)
 """
 PANEL = """
 import launch
@@ -89,13 +94,32 @@ def screenshots(lab: Lab, panel: Locator, name: str) -> None:
         panel.screenshot(path=SCREENSHOTS / f"{name}-{theme.lower()}.png")
 
 
-def test_a_slider_moved_by_keyboard_draws_another_figure(show):
+def test_sliders_by_keyboard_draw_another_figure_or_say_why_not(show):
     lab = show(SLIDERS)
+    page, keys, cells = lab.page, lab.page.keyboard, "jupyterapp.shell.currentWidget.content.model.cells.length"
     before = picture_loaded(lab)
-    lab.page.locator(".noUi-handle").focus()
-    lab.page.keyboard.press("ArrowRight")
-    picture_loaded(lab, besides=before)
-    expect(lab.page.locator(".widget-readout")).to_have_text("3")
+    ranks, height = page.get_by_role("slider", name="ranks"), page.locator(".widget-readout[aria-label=height]")
+    ranks.focus()
+    keys.press("ArrowRight")
+    drawn = picture_loaded(lab, besides=before)
+    expect(page.locator(".widget-readout").first).to_have_text("3")
+    keys.press("d")
+    keys.press("d")
+    assert page.evaluate(cells) == 1
+
+    for value, old in (("300", "lab-old"), ("320", "")):
+        height.click()
+        keys.press("ControlOrMeta+a")
+        keys.type(value)
+        keys.press("Enter")
+        if old:
+            expect(page.get_by_role("alert")).to_contain_text("height 300: must be a multiple of 8")
+            ranks.press("ArrowLeft")  # no remedy
+            expect(page.get_by_role("alert")).to_contain_text("shows ranks 3, height 256")
+        expect(page.locator(f".widget-image{'.' * bool(old)}{old}")).to_have_count(1)
+    picture_loaded(lab, besides=drawn)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.locator(".lab-old")).to_have_count(0)
 
 
 def test_runs_are_described_predicted_started_shown_and_compared_by_keyboard(show):
