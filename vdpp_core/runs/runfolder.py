@@ -9,7 +9,8 @@ origin.json      what the samples are made from (origin.py), by rank 0; by one r
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by the rank that decoded it;
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
 videos.csv       of a run with a manifest: the row that each video was made from, by rank 0
-predicted.json   what was predicted before the run: peak memory of a rank, bytes handed on; by the launcher
+predicted.json   what was predicted before the run: peak memory of a rank, bytes handed on; by the launcher; the times
+                 as well where whoever started the run had seen them
 result.json      last, atomically, by rank 0; after a failure by the launcher or a surviving rank
 job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
 logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
