@@ -15,13 +15,18 @@ WITH_RANKS += tests/browser tests/notebooks tests/distributed
 
 ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py warm_starts.py)
 
-.PHONY: report figures test test-all lab lint benchmark gpu-check
+WELCOME := --LabApp.default_url=/lab/tree/notebooks/README.md --LabApp.app_settings_dir="$(CURDIR)/launch/jupyterlab"
+
+.PHONY: report figures panel-picture test test-all lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
 
 figures: $(READY) ## the same, and replace the pictures in figures/ that the README shows
 	$(VENV)/python -m launch report --update-figures
+
+panel-picture: $(READY) ## renew figures/panel.png, which shows the panel where there is no kernel; needs Chromium
+	$(VENV)/python -m tests.browser.panel_picture
 
 test: $(READY) ## what shows that a change is right, in minutes: tests without ranks, exactness, launching, failures
 	$(UNIT) -m "not slow" $(UNITS)
@@ -32,7 +37,7 @@ test-all: $(READY) ## everything, as CI runs it
 	$(RANKS) $(WITH_RANKS)
 
 lab: $(READY) ## open the workbook; JUPYTER_OPTS="--no-browser --port=8890": options of JupyterLab
-	$(VENV)/jupyter lab --allow-root $(JUPYTER_OPTS) notebooks
+	$(VENV)/jupyter lab --allow-root $(WELCOME) $(JUPYTER_OPTS)
 
 lint: $(READY) ## ruff (notebooks included) and mypy
 	$(VENV)/ruff check .

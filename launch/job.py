@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -165,6 +166,16 @@ class Job:
             _launch_part(self.folder, nodes)
         return self
 
+    def why_not_resume(self) -> str | None:
+        """Return why `resume` would refuse on this machine, in words; None where it would not."""
+        try:
+            self._check_ended()
+            preflight.check(self.run.config, self.run.config.layout.world_size)
+            resuming.plan(self.run)
+        except ConfigError as error:
+            return str(error)
+        return None
+
     def _check_ended(self) -> None:
         if self.outcome() is None:
             raise self._not_ended()
@@ -236,15 +247,26 @@ class Job:
         return result
 
 
-def start(config: RunConfig, nproc: int | None = None, nodes: Nodes | None = None) -> Job:
+def start(
+    config: RunConfig,
+    nproc: int | None = None,
+    nodes: Nodes | None = None,
+    predicted: Mapping[str, Any] | None = None,
+) -> Job:
     """Start a run on `nproc` ranks of this machine (default: as many as its layout needs) and return at once.
 
     With `nodes`, start this machine's ranks of a run over several machines; every machine makes the same call.
+
+    Args:
+        predicted: the prediction that was shown before, kept in the folder and compared with the run afterwards, as of
+            `Run.prediction`. By default the times are predicted from the steps before the clock starts.
 
     Raises:
         ConfigError: the run is impossible on this machine; nothing was started.
     """
     folder = prepare(config, nproc) if nodes is None else _prepare_node(config, nodes)
+    if predicted is not None:
+        runfolder.write_prediction(folder, dict(predicted))
     _launch_part(folder, nodes)
     return Job(folder)
 
@@ -365,10 +387,24 @@ def jobs(root: Path | None = None) -> list[Job | Sweep]:
     made: dict[Path, float] = {}
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):  # it has just gone
-            made |= {} if folder.is_symlink() else {folder: folder.stat().st_ctime}
+            made |= {} if folder.is_symlink() else {folder: _started(folder)}
     for folder in sorted(made, key=lambda folder: made[folder]):
         try:
             found.append(attach(folder.name, root))
         except ConfigError as error:
             warnings.warn(f"left out: {error}", stacklevel=2)
     return found
+
+
+def _started(folder: Path) -> float:
+    """When a run or sweep was first started, in seconds since 1970; resuming it, or trying to, changes nothing.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+    """
+    first = folder / "attempts" / "1"
+    events = (first if first.is_dir() else folder) / "events" / "rank-0.jsonl"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError), events.open(encoding="utf-8") as log:
+        return float(json.loads(log.readline())["t"])
+    files = (folder / name for name in ("sweep.json", "config.json"))  # of one that has not begun, or is damaged
+    return next((path for path in files if path.exists()), folder).stat().st_mtime

@@ -96,6 +96,26 @@ def is_resumed(run: Run, nodes: Mapping[str, Any]) -> bool:
     return run.work.nodes == nodes and run.result() is None
 
 
+def plan(run: Run) -> tuple[RunConfig, Work, list[str], str | None]:
+    """What resuming a run would do: its configuration, what is left to do, a line on each file that is made again, and
+    why the kept samples' videos are.
+
+    Raises:
+        ConfigError: nothing is missing, nothing was kept, or this machine would now compute other latents.
+    """
+    if not run.config.save_latents:
+        raise ConfigError("run", run.id, "saved no latents (save_latents), so nothing can be kept: start a new run")
+    before, ended_well = origin.read(run.folder), (run.result() or {}).get("outcome") == "ok"
+    if before is None and ended_well and len(intact(run)[0]) == run.config.num_samples:  # before origins were recorded
+        raise _is_complete(run)
+    config = as_before(run)
+    decoded_otherwise = origin.other_videos(before, config) if before else None
+    todo, lines = _missing(run, before, decoded_otherwise)
+    if ended_well and not todo.latents and not todo.videos:
+        raise _is_complete(run)
+    return config, todo, lines, decoded_otherwise
+
+
 def begin(run: Run, nodes: Mapping[str, Any] | None = None) -> list[str]:
     """Set the last attempt's files aside and record what is left to do. The run can then be started again.
 
@@ -109,17 +129,8 @@ def begin(run: Run, nodes: Mapping[str, Any] | None = None) -> list[str]:
         ConfigError: nothing is missing, nothing was kept, or this machine would now compute other latents. Nothing was
             changed.
     """
-    folder = run.folder
-    if not run.config.save_latents:
-        raise ConfigError("run", run.id, "saved no latents (save_latents), so nothing can be kept: start a new run")
-    before, ended_well = origin.read(folder), (run.result() or {}).get("outcome") == "ok"
-    if before is None and ended_well and len(intact(run)[0]) == run.config.num_samples:  # before origins were recorded
-        raise _is_complete(run)
-    config = as_before(run)
-    decoded_otherwise = origin.other_videos(before, config) if before else None
-    todo, lines = _missing(run, before, decoded_otherwise)
-    if ended_well and not todo.latents and not todo.videos:
-        raise _is_complete(run)
+    folder, (config, todo, lines, decoded_otherwise) = run.folder, plan(run)
+    before = origin.read(folder)
     aside = folder / "attempts" / str(todo.attempt - 1)
     try:
         _put_aside(run, aside, todo, todo.videos if decoded_otherwise else ())

@@ -18,12 +18,13 @@ import ipywidgets as widgets
 
 from launch.job import Job, jobs, start
 from launch.sweep import Sweep
+from launch.widgets import keyboard
 from launch.widgets.comparison import compare, timeline
-from launch.widgets.controls import Controls
+from launch.widgets.controls import EXPLAINED, Controls, folded, in_words
 from launch.widgets.gallery import gallery
-from launch.widgets.predictions import Predictions
+from launch.widgets.predictions import Prediction, Predictions
 from launch.widgets.sliders import png
-from launch.widgets.watch import REFRESH_S, page
+from launch.widgets.watch import REFRESH_S, bar_of, page
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs import runfolder
@@ -33,11 +34,19 @@ MOST_VIDEOS = 8
 MOST_RUNS = 200
 BUSY = {"Run": "Starting …", "Stop": "Stopping …", "Resume": "Resuming …"}
 STYLE = """<style>
-.lab-panel {color: var(--jp-ui-font-color1); font-size: var(--jp-ui-font-size1, 13px); overflow: hidden}
-.lab-panel .lab-top {display: flex; flex-flow: row wrap; gap: 14px; align-items: flex-start}
-.lab-panel .lab-top > :first-child {flex: 2 1 500px; min-width: 0}
-.lab-panel .lab-top > :last-child {flex: 1 1 225px; min-width: 0}
-.lab-panel .lab-controls {display: grid; grid-template-columns: repeat(auto-fill, minmax(228px, 1fr)); gap: 2px 14px}
+.lab-panel {color: var(--jp-ui-font-color1); font-size: var(--jp-ui-font-size1, 13px); overflow: visible}
+/* the card stays in view only if nothing between it and the notebook cuts or scrolls */
+.jp-Cell:has(.lab-panel) :has(.lab-panel) {overflow: visible !important}
+.lab-panel .lab-card {position: sticky; top: 0; z-index: 5; overflow: visible; padding: 6px 8px; margin: 0 0 6px;
+  background: var(--jp-layout-color1); border: 1px solid var(--jp-border-color1); border-radius: 3px}
+.lab-panel .lab-card p {margin: 2px 0}
+.lab-panel .lab-card .widget-html, .lab-panel .lab-card .widget-html-content {margin: 0; height: auto}
+.lab-panel .lab-help {color: var(--jp-ui-font-color2); min-height: 2.7em; line-height: 1.35; margin: 2px 0}
+.lab-panel .lab-controls {display: block; columns: 255px; column-gap: 24px; overflow: visible; margin: 2px}
+.lab-panel .lab-group {overflow: visible; break-inside: avoid; margin: 0 0 6px}
+.lab-panel .lab-runs .widget-label {display: none} /* the heading above; the page reads it out */
+.lab-panel .lab-fold {text-align: left; background: none; border: 0; padding: 0 2px; font-weight: 600; box-shadow: none;
+  color: var(--jp-ui-font-color1)}
 .lab-panel .lab-controls .widget-label {white-space: normal; height: auto; line-height: 1.1; align-self: center}
 .lab-panel .lab-controls .widget-readout {min-width: 0; width: 3.6em; margin: 0 0 0 6px; padding: 0}
 .lab-panel table {border-collapse: collapse; font-variant-numeric: tabular-nums}
@@ -50,14 +59,8 @@ STYLE = """<style>
 .lab-panel pre {white-space: pre-wrap; overflow-wrap: anywhere; max-height: 16em; overflow-y: auto; margin: 0;
   background: var(--jp-layout-color2); color: var(--jp-content-font-color1); padding: 6px; line-height: 1.3}
 .lab-panel :focus-visible {outline: 2px solid var(--jp-brand-color1); outline-offset: 1px}
-@keyframes lab-shown {from {opacity: 0}}
-.lab-panel .lab-keys {animation: lab-shown 1ms}
 </style>"""
-# JupyterLab uses the arrow keys to move between cells unless the focused element carries an attribute. Python can only
-# set classes, so the page sets the attribute once the panel is shown.
-KEYS = """<i class="lab-keys" onanimationstart="this.closest('.lab-panel')?.addEventListener('focusin', event => {
-  if (event.target.matches('select, [role=slider]')) event.target.setAttribute('data-lm-suppress-shortcuts', '')
-})"></i>"""
+HELP = f'<p class="{keyboard.HELP}">The explanation of a control stands here while it has the focus or the mouse.</p>'
 _latest: Panel | None = None
 
 
@@ -118,23 +121,25 @@ class Panel(widgets.VBox):
     def __init__(self, config: RunConfig) -> None:
         self.worker, self.predictions = Worker(self.refresh, self.say), Predictions()
         self.config: RunConfig | None = None  # the described run, if the parameters are valid
-        self.possible = False  # whether this machine can run it
+        self.predicted: Prediction | None = None  # of the described run, if this machine can run it
         self.chosen: list[Job] = []
         self.outcomes: dict[Path, str | None] = {}
+        self.refused: dict[tuple[Path, str | None], str | None] = {}  # why a run cannot be resumed
         self.drawn: Any = None  # the runs in the table and the picture
         self.controls = Controls(config, self._changed)
-        self.prediction, self.message = widgets.HTML(), widgets.HTML()
+        self.prediction, self.details, self.message, self.status = (widgets.HTML() for _ in range(4))
         self.buttons = {
             "Run": self._button("Run", "Start the run described here, in the background.", self._start),
-            "Stop": self._button("Stop", "Stop the run shown below. Finished samples stay.", self._stop),
-            "Resume": self._button("Resume", "Compute the missing samples of the run shown below.", self._resume),
+            "Stop": self._button("Stop", "Stop the run that is selected. Finished samples stay.", self._stop),
+            "Resume": self._button("Resume", "Compute the missing samples of the selected run.", self._resume),
+            "Use": self._button("Use its parameters", "Describe a run like the selected one.", self._use),
         }
-        self.runs = widgets.SelectMultiple(rows=6, layout=widgets.Layout(width="auto"))
+        self.runs = widgets.SelectMultiple(rows=6, description="Runs", layout=widgets.Layout(width="auto"))
         self.rank = widgets.Dropdown(options=[0], description="Log of rank", layout=widgets.Layout(width="180px"))
         self.progress, self.table, self.videos, self.tail = (widgets.HTML() for _ in range(4))
         self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", display="none"))
         super().__init__(self._parts())
-        self.add_class("lab-panel")
+        self.add_class("lab-panel").add_class(keyboard.CLASS)
         for control in (self.runs, self.rank):
             control.observe(lambda _: self.worker.submit(self.refresh), names="value")
         self._changed()
@@ -147,26 +152,25 @@ class Panel(widgets.VBox):
 
         def pressed(_: Any) -> None:
             button.disabled = True
-            self.say(BUSY[name])
+            self.say(BUSY.get(name, ""))
             self.worker.submit(act)
 
         button.on_click(pressed)
         return button
 
     def _parts(self) -> list[widgets.Widget]:
-        side = [
-            widgets.HTML("<b>Prediction</b>"),
-            self.prediction,
-            widgets.HBox([*self.buttons.values()]),
-            self.message,
-        ]
         self.prediction.add_class("lab-prediction")
         self.table.add_class("lab-scroll")
-        self.runs.tooltip = "Select one run to show it, several to compare them."
-        heading = widgets.HTML("<b>Runs</b>, newest first. Select several with Shift or Ctrl to compare them.")
-        top = widgets.Box([self.controls.box, widgets.VBox(side)]).add_class("lab-top")
+        first = widgets.HBox([self.buttons["Run"], self.buttons["Stop"], self.message])
+        card = widgets.VBox([first, self.status, self.prediction, widgets.HTML(HELP)]).add_class("lab-card")
+        heading = widgets.HTML(
+            "<b role='heading' aria-level='3'>Runs</b>, newest first. Shift or Ctrl selects several."
+        )
+        for_one = widgets.HBox([self.buttons["Resume"], self.buttons["Use"]])
         shown = [self.progress, self.table, self.picture, self.videos, self.rank, self.tail]
-        return [widgets.HTML(STYLE + KEYS), top, heading, self.runs, *shown]
+        self.runs.add_class("lab-runs")
+        described = [self.controls.box, folded("All that is predicted", self.details)]
+        return [widgets.HTML(STYLE + keyboard.keys(EXPLAINED)), card, *described, heading, self.runs, for_one, *shown]
 
     def close(self) -> None:
         """Remove the panel; runs continue."""
@@ -174,26 +178,30 @@ class Panel(widgets.VBox):
         super().close()
 
     def say(self, words: str, wrong: bool = False) -> None:
-        """Show a message below the buttons; in red if something went wrong."""
+        """Show a message beside the buttons; in red if something went wrong."""
         self.message.value = _words(words, wrong)
 
     def _changed(self) -> None:
         """Check changed parameters at once; the worker predicts."""
-        self.possible = False
+        self.predicted = None
         try:
             self.config = self.controls.config()
             self.worker.submit(self._predict)
         except ConfigError as error:
-            self.config, self.prediction.value = None, _words(str(error), wrong=True)
+            self.config, self.details.value = None, ""
+            self.prediction.value = _words(in_words(error), wrong=True)
         self._enable()
 
     def _enable(self) -> None:
         running = any(self.outcomes.get(job.folder) is None for job in self.chosen)
-        self.buttons["Run"].disabled = running or not self.possible
+        one = self.chosen[0] if len(self.chosen) == 1 else None
+        outcome = self.outcomes.get(one.folder) if one else None
+        self.buttons["Run"].disabled = running or self.predicted is None
         self.buttons["Stop"].disabled = not running
-        bad = len(self.chosen) == 1 and not running and self.outcomes.get(self.chosen[0].folder) != "ok"
-        self.buttons["Resume"].disabled = not bad
-        self.buttons["Resume"].layout.display = None if bad else "none"
+        can = one is not None and outcome not in (None, "ok") and self.refused.get((one.folder, outcome), "") is None
+        for name, offered in (("Resume", can), ("Use", one is not None and outcome != "damaged")):
+            self.buttons[name].disabled = not offered
+            self.buttons[name].layout.display = None if offered else "none"
 
     def _predict(self) -> None:
         """Runs in the worker: show the prediction, or why the run is impossible."""
@@ -201,23 +209,25 @@ class Panel(widgets.VBox):
         if config is None:
             return
         try:
-            words, possible = self.predictions.page(config, ended), True
+            predicted = self.predictions.of(config, ended)
+            words, details = predicted.headline, predicted.table
         except ConfigError as error:
-            words, possible = _words(str(error), wrong=True), False
+            predicted, words, details = None, _words(in_words(error), wrong=True), ""
         if config is self.config:  # not changed meanwhile
-            self.prediction.value, self.possible = words, possible
+            self.prediction.value, self.details.value, self.predicted = words, details, predicted
             self._enable()
 
     def _start(self) -> None:
         """Runs in the worker."""
-        config = self.config
-        assert config is not None, "Run is disabled without one"
+        config, predicted = self.config, self.predicted
+        if config is None or predicted is None:  # changed after the button was pressed
+            return
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the prediction shows them
-                job = start(config)
+                job = start(config, predicted=predicted.record)
         except ConfigError as error:
-            self.say(str(error), wrong=True)
+            self.say(in_words(error), wrong=True)
             self.refresh()
         else:
             self.say("")
@@ -238,8 +248,17 @@ class Panel(widgets.VBox):
                 self.chosen[0].resume()
             self.say("")
         except ConfigError as error:
-            self.say(str(error), wrong=True)
+            self.say(in_words(error), wrong=True)
         self.refresh()
+
+    def _use(self) -> None:
+        """Runs in the worker."""
+        try:
+            self.controls.load(self.chosen[0].run.config)
+            self.say(f"The parameters are those of {self.chosen[0].run_id}.")
+        except ConfigError as error:
+            self.say(in_words(error), wrong=True)
+        self._enable()
 
     def _running(self) -> list[Path]:
         """The first run that has not ended and whose launcher is alive: in a sweep, the current one."""
@@ -264,16 +283,21 @@ class Panel(widgets.VBox):
                 self.runs.options = options
                 self.runs.value = wanted
         self.chosen = [job for job in runs if job.folder in wanted]
+        for job in self.chosen if len(self.chosen) == 1 else ():
+            key = job.folder, self.outcomes[job.folder]
+            if key not in self.refused and key[1] not in (None, "ok"):
+                self.refused[key] = job.why_not_resume()
         self._enable()
         self._show()
         if known != self.outcomes:
-            self._predict()  # a run that has just ended may provide times
+            self._predict()  # a run that has just ended may provide times, one that runs is in the way
 
     def _show(self) -> None:
         ended = [job for job in self.chosen if self.outcomes[job.folder] is not None]
         shown = [(job.folder, self.outcomes[job.folder]) for job in self.chosen]
         one = self.chosen[0] if len(self.chosen) == 1 else None
         if shown != self.drawn or len(ended) < len(self.chosen):
+            self.status.value = "".join(bar_of(job) for job in self.chosen[:1])
             self.progress.value = "".join(page(job) + _failure(job) for job in self.chosen)
         if shown != self.drawn:
             self.table.value = compare(ended).to_html(border=0) if ended else ""

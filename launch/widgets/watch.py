@@ -44,14 +44,23 @@ def page(job: Job | Sweep) -> str:
     return _run(job.run_id, progress) + disturbed
 
 
-def _run(run_id: str, progress: dict[str, Any]) -> str:
+def bar_of(job: Job) -> str:
+    """The bar of a run alone, as HTML."""
+    return _whole(job.run_id, job.progress())
+
+
+def _whole(run_id: str, progress: dict[str, Any]) -> str:
     left = progress["seconds_left"]
     words = f"{progress['status']}, {progress['samples_finished']} of {progress['num_samples']} samples"
     if left is not None and progress["status"] == "running":
         words += f", about {left:.0f} s left"
     if progress["stalled"] and progress["status"] == "running":
         words += f"; {progress['stalled']}"
-    bars = [bar(run_id, progress["share"], words)]
+    return bar(run_id, progress["share"], words)
+
+
+def _run(run_id: str, progress: dict[str, Any]) -> str:
+    bars = [_whole(run_id, progress)]
     for rank in progress["ranks"]:
         at = f"sample {rank['sample']}, step {rank['step']}" if rank["step"] is not None else rank["phase"]
         at = f"decoding sample {rank['sample']}" if rank["phase"] in ("decode", "chunk") else at
@@ -63,8 +72,8 @@ def _run(run_id: str, progress: dict[str, Any]) -> str:
 def bar(name: str, share: float, words: str) -> str:
     """A progress bar as HTML: a name, a share from 0 to 1, and a line about it."""
     return (
-        '<div style="font-family:monospace;font-size:12px;display:flex;gap:8px;align-items:center;white-space:nowrap">'
-        f'<span style="flex:0 0 25em;overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>'
+        '<div style="font-family:monospace;font-size:12px;display:flex;flex-wrap:wrap;gap:0 8px;align-items:center">'
+        f'<span style="flex:0 1 25em;overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>'
         f'<progress aria-label="{escape(name)}" value="{share:.3f}" max="1" style="flex:0 0 11em"></progress>'
         f"<span>{escape(words)}</span></div>"
     )

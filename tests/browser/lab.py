@@ -20,6 +20,7 @@ CHROMIUM = shutil.which("chromium")
 NEEDED = bool(os.environ.get("VDPP_NEEDS_BROWSER"))  # then its absence is a failure, not a reason to skip
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync"]
+SETTINGS = Path(__file__).parents[2] / "launch" / "jupyterlab"  # those of `make lab`
 WINDOW = {"width": 1200, "height": 2000}  # high enough for a screenshot of all of a panel
 PATIENCE_S = 120.0  # for anything that a quiet machine does in seconds
 
@@ -99,22 +100,18 @@ def lab(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     home = tmp_path_factory.mktemp("lab")
     root = home / "root"
     root.mkdir()
-    with _server(home, root) as server:
-        yield Lab(chromium.new_page(viewport=WINDOW), server["url"], server["token"], root)
+    with server(home, root) as contact:
+        yield Lab(chromium.new_page(viewport=WINDOW), contact["url"], contact["token"], root)
 
 
 @contextmanager
-def _server(home: Path, root: Path) -> Iterator[dict[str, Any]]:
+def server(home: Path, root: Path) -> Iterator[dict[str, Any]]:
     """JupyterLab on a free port of 127.0.0.1, with a token, in the background: its url and token."""
     places = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"]
     places += ["JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR"]
     environment = os.environ | {place: str(home / place) for place in places}
-    settings = home / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab" / "apputils-extension"
-    settings.mkdir(parents=True)
-    news = {"fetchNews": "false", "checkForUpdates": False}
-    (settings / "notification.jupyterlab-settings").write_text(json.dumps(news))
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"]
-    command += ["--expose-app-in-browser", f"--ServerApp.root_dir={root}"]
+    command += ["--expose-app-in-browser", f"--ServerApp.root_dir={root}", f"--LabApp.app_settings_dir={SETTINGS}"]
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=root, stdout=log, stderr=subprocess.STDOUT)
     try:

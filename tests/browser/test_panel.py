@@ -11,26 +11,31 @@ import nbformat
 import pytest
 from playwright.sync_api import Locator, expect
 
-from launch.widgets.controls import BREAKABLE
-from tests.browser.lab import PATIENCE_S, Lab
+from launch.widgets.controls import EXPLAINED
+from tests.browser.lab import PATIENCE_S, WINDOW, Lab
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 SLIDERS = """
 import ipywidgets as widgets
 import launch
-from vdpp_core import Parallel, split
+from vdpp_core import Parallel, RunConfig, split
 from vdpp_core.plots import gantt
 from vdpp_core.predict import schedule
 
 
-def draw(ranks):
+def draw(ranks, height):
+    RunConfig(height=height)
     layout = Parallel(pp=ranks)
     sizes = [len(steps) for steps in split(8, ranks)]
     spans = schedule.make(layout, sizes, 4, schedule.Seconds(0.1)).spans()
     return gantt.gantt([("a caption", spans, layout)], f"{ranks} ranks", "small print", predicted=True)
 
 
-launch.sliders(draw, ranks=widgets.IntSlider(2, 1, 4, continuous_update=False))
+launch.sliders(
+    draw,
+    ranks=widgets.IntSlider(2, 1, 4, continuous_update=False),
+    height=widgets.IntSlider(256, 64, 1280, step=64, continuous_update=False),
+)
 """
 PANEL = """
 import launch
@@ -63,12 +68,9 @@ def button(panel: Locator, name: str) -> Locator:
     return panel.get_by_role("button", name=name, exact=True)
 
 
-def handle(panel: Locator, name: str) -> Locator:
-    return panel.locator(".widget-slider").filter(has=label(panel, name)).locator(".noUi-handle")
-
-
-def label(panel: Locator, name: str) -> Locator:
-    return panel.page.locator(".widget-label", has_text=re.compile(f"^{name.replace('_', BREAKABLE)}$"))
+def field(panel: Locator, name: str) -> Locator:
+    """A control by its label."""
+    return panel.get_by_label(name, exact=True)
 
 
 def picture_loaded(lab: Lab, besides: str = "") -> str:
@@ -89,49 +91,106 @@ def screenshots(lab: Lab, panel: Locator, name: str) -> None:
         panel.screenshot(path=SCREENSHOTS / f"{name}-{theme.lower()}.png")
 
 
-def test_a_slider_moved_by_keyboard_draws_another_figure(show):
+def in_view_at_every_width(lab: Lab, panel: Locator, name: str) -> None:
+    """Run, bar and prediction stay in view while people scroll, and nothing overflows."""
+    scroller = "document.querySelector('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-WindowedPanel-outer')"
+    for width in (853, 1000, 1280):
+        lab.page.set_viewport_size({"width": width, "height": 900})
+        for theme in ("Dark", "Light"):
+            lab.theme(f"JupyterLab {theme}")
+            lab.page.evaluate(f"{scroller}.scrollTop = 0")
+            lab.page.screenshot(path=SCREENSHOTS / f"{name}-{width}-{theme.lower()}.png")
+        assert overflowing(panel) == []
+        lab.page.evaluate(f"{scroller}.scrollTop = 450")
+        for part in (
+            button(panel, "Run"),
+            panel.locator(".lab-card progress"),
+            panel.locator(".lab-prediction b").first,
+        ):
+            expect(part).to_be_in_viewport(ratio=1)
+        lab.page.screenshot(path=SCREENSHOTS / f"{name}-{width}-scrolled.png")
+    lab.page.set_viewport_size(WINDOW)
+
+
+def test_sliders_by_keyboard_draw_another_figure_or_say_why_not(show):
     lab = show(SLIDERS)
+    page, keys, cells = lab.page, lab.page.keyboard, "jupyterapp.shell.currentWidget.content.model.cells.length"
     before = picture_loaded(lab)
-    lab.page.locator(".noUi-handle").focus()
-    lab.page.keyboard.press("ArrowRight")
-    picture_loaded(lab, besides=before)
-    expect(lab.page.locator(".widget-readout")).to_have_text("3")
+    ranks, height = page.get_by_role("slider", name="ranks"), page.locator(".widget-readout[aria-label=height]")
+    ranks.focus()
+    keys.press("ArrowRight")
+    drawn = picture_loaded(lab, besides=before)
+    expect(page.locator(".widget-readout").first).to_have_text("3")
+    keys.press("d")
+    keys.press("d")
+    assert page.evaluate(cells) == 1
+
+    for value, old in (("300", "lab-old"), ("320", "")):
+        height.click()
+        keys.press("ControlOrMeta+a")
+        keys.type(value)
+        keys.press("Enter")
+        if old:
+            expect(page.get_by_role("alert")).to_contain_text("height 300: must be a multiple of 8")
+            ranks.press("ArrowLeft")  # no remedy
+            expect(page.get_by_role("alert")).to_contain_text("shows ranks 3, height 256")
+        expect(page.locator(f".widget-image{'.' * bool(old)}{old}")).to_have_count(1)
+    picture_loaded(lab, besides=drawn)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.locator(".lab-old")).to_have_count(0)
 
 
 def test_runs_are_described_predicted_started_shown_and_compared_by_keyboard(show):
     lab = show(PANEL)
     panel, keys = lab.page.locator(".lab-panel"), lab.page.keyboard
-    run = button(panel, "Run")
+    run, prediction = button(panel, "Run"), panel.locator(".lab-prediction")
     expect(run).to_be_enabled()
     expect(panel).to_contain_text("no finished run here")
     screenshots(lab, panel, "idle")
     assert overflowing(panel) == []
+    for heading in ("More about the video", "Guidance", "Uneven stages", "Device, memory and measuring"):
+        button(panel, f"▸ {heading}").press("Enter")
+    expect(field(panel, "Threads of a rank")).to_be_visible()
+    assert explained(panel) == EXPLAINED
+    screenshots(lab, panel, "unfolded")
+    assert overflowing(panel) == []
 
-    handle(panel, "pp").focus()
-    keys.press("End")
-    expect(panel.locator(".lab-prediction .lab-wrong")).to_have_text("pp 8: must be at most total_steps, 3")
+    field(panel, "Stages (pp)").fill("8")
+    keys.press("Enter")
+    expect(prediction.locator(".lab-wrong")).to_have_text("Stages (pp) 8: must be at most Steps, 3")
     expect(run).to_be_disabled()
     screenshots(lab, panel, "impossible")
-    keys.press("Home")
+    field(panel, "Stages (pp)").fill("1")
+    field(panel, "Samples").fill("500")
+    keys.press("Enter")
+    expect(field(panel, "Samples")).to_have_value("500")
+    field(panel, "Samples").fill("2")
+    keys.press("Enter")
     expect(run).to_be_enabled()
 
-    menu = panel.locator(".widget-dropdown").filter(has=label(panel, "guidance_mode")).locator("select")
+    menu = field(panel, "Passes")
     before = panel.locator(".lab-prediction").inner_text()
     menu.focus()
+    expect(panel.locator(".lab-help")).to_have_text(EXPLAINED["Passes"])
     keys.press("ArrowDown")
     expect(menu).to_have_value("sequential")
     lab.wait(f"document.querySelector('.lab-prediction').innerText !== {json.dumps(before)}")
     expect(run).to_be_enabled()  # until the prediction is shown, Tab skips it
-    assert {"Run", "command", "image", "seed", "cfg", "fsdp", "threads"} <= reached_by_tab(lab, panel, until="Run")
+    first, reached = reached_by_tab(lab, panel)
+    assert first == "Run"
+    assert {"Task", "Image", "Seed", "Guidance split (cfg)", "Share parameters (fsdp)", "Passes", "Runs"} <= reached
+    run.focus()
+    for key in "dd":
+        keys.press(key)
     keys.press("Enter")
-    expect(panel).to_contain_text("ok, 2 of 2 samples")
+    expect(panel.locator(".lab-card")).to_contain_text(re.compile("Starting|starting"), timeout=5000)
+    expect(panel.locator(".lab-card")).to_contain_text("ok, 2 of 2 samples")
     expect(panel.locator("table", has_text="makespan_s").last).to_contain_text("1 rank")
-    expect(panel.locator(".lab-prediction")).to_contain_text("Times based on: measured: run ")
     picture_loaded(lab)
     screenshots(lab, panel, "finished")
     assert overflowing(panel) == []
 
-    button(panel, "Run").focus()
+    run.focus()
     keys.press("Space")
     running = panel.locator("select[multiple] option", has_text="running")
     expect(running).to_have_count(1)
@@ -142,17 +201,25 @@ def test_runs_are_described_predicted_started_shown_and_compared_by_keyboard(sho
     expect(panel.locator(".lab-scroll thead th")).to_have_count(1 + 2)
     picture_loaded(lab)
     screenshots(lab, panel, "compared")
-    assert overflowing(panel) == []
+    in_view_at_every_width(lab, panel, "compared")
+
+    field(panel, "Stages (pp)").fill("2")
+    keys.press("Enter")
+    panel.locator("select[multiple]").focus()
+    keys.press("Home")
+    button(panel, "Use its parameters").press("Enter")
+    expect(field(panel, "Stages (pp)")).to_have_value("1")
 
 
 def test_a_run_outlives_page_and_kernel_and_is_stopped(show):
     lab = show(PANEL)
     path = lab.page.evaluate("jupyterapp.shell.currentWidget.context.path")
     panel, keys = lab.page.locator(".lab-panel"), lab.page.keyboard
-    for name in ("num_samples", "total_steps"):
-        handle(panel, name).focus()
-        keys.press("End")
-    expect(panel.locator(".lab-prediction")).to_contain_text("50, 50")  # steps per stage: the last change has arrived
+    for name, value in (("Samples", "64"), ("Steps", "100")):
+        field(panel, name).fill(value)
+        keys.press("Enter")
+    button(panel, "▸ All that is predicted").press("Enter")
+    expect(panel.locator("table").first).to_contain_text("50, 50")  # steps per stage: the last change has arrived
     expect(button(panel, "Run")).to_be_enabled()
     button(panel, "Run").focus()
     keys.press("Space")
@@ -173,8 +240,9 @@ def test_a_run_outlives_page_and_kernel_and_is_stopped(show):
 
     button(panel, "Stop").focus()
     keys.press("Enter")
-    expect(panel).to_contain_text(re.compile(r"stopped, \d+ of 64 samples"))
+    expect(panel.locator(".lab-card")).to_contain_text(re.compile(r"stopped, \d+ of 64 samples"))
     expect(button(panel, "Stop")).to_be_disabled()
+    expect(button(panel, "Resume")).to_have_count(0)  # it kept no latents
     screenshots(lab, panel, "stopped")
 
 
@@ -186,21 +254,22 @@ def further(lab: Lab) -> None:
     lab.wait(f"{now} > {share}")
 
 
-def reached_by_tab(lab: Lab, panel: Locator, until: str) -> set[str]:
-    """The labels of the elements that Tab focuses, from the first control to `until`."""
-    panel.locator("select").first.focus()
-    words = """() => {
-        const one = document.activeElement, row = one.closest('.widget-inline-hbox');
-        const labels = [...(row?.querySelectorAll('.widget-label, .widget-label-basic') ?? [one])];
-        return labels.map(label => label.textContent.replace('\u200b', '')).join('').trim();
-    }"""
+def reached_by_tab(lab: Lab, panel: Locator) -> tuple[str, set[str]]:
+    """The name of the first element of the panel that Tab focuses, and of all of them up to the list of runs."""
+    panel.locator(".lab-card").evaluate("card => {card.tabIndex = -1; card.focus()}")
+    name = "document.activeElement.ariaLabel || document.activeElement.textContent.trim()"
     found: list[str] = []
-    while until not in found:
-        found.append(lab.page.evaluate(words))
+    while "Runs" not in found:
+        lab.page.keyboard.press("Tab")
+        found.append(lab.page.evaluate(name))
         assert len(found) < 120, found
-        if found[-1] != until:
-            lab.page.keyboard.press("Tab")
-    return set(found)
+    return found[0], set(found)
+
+
+def explained(panel: Locator) -> dict[str, str]:
+    """Name -> explanation of every control, as a screen reader has them."""
+    controls = panel.locator("[aria-description]:is(select, input, [role=slider])")
+    return dict(controls.evaluate_all("all => all.map(one => [one.ariaLabel, one.getAttribute('aria-description')])"))
 
 
 def overflowing(panel: Locator) -> list[str]:

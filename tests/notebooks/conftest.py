@@ -93,12 +93,25 @@ FIGURES = {
     "09_experts": {"loading", "gantt_predicted", "memory", "gantt", "gantt_four_predicted", "gantt_four", "videos"},
     "10_training_parallelism": {"training_data", "training_schedules", "training_inference", "training_sizing"},
 }
+MOVED_TO_WHAT_IS_REFUSED = """
+for name, value in (("height", 300), (FRAMES, 33)):
+    next(one for one in controls if one.description == name).value = value
+    print("refused ->", message.value.partition("<b>")[2].partition("</b>")[0], picture._dom_classes)
+"""
+SAID_TWICE = "refused -> height 300: must be a multiple of 8 ('lab-old',)\n" * 2
 ADDED = {  # cells that only the tests have: code that the next cell begins with, or None for the end; what they say
+    "02_fsdp_memory": [
+        (
+            "predicted_bar(frames=25",
+            "box, message, picture = _.children; controls = box.children; FRAMES = 'frames'" + MOVED_TO_WHAT_IS_REFUSED,
+        )
+    ],
     "04_planner": [
         (
             "def ends(control):",  # moves every control to its ends
             """
-*controls, picture = panel.children
+controls, message, picture = panel.children
+controls = controls.children
 drawn = {}
 
 
@@ -122,7 +135,9 @@ for chosen in ({"dp": 4, "pp": 2}, {"pp": 6, "total_steps": 5}, {"frames": 3, "n
     print(chosen, "->", plan(gpus=6, goal="latency", **chosen).axes[0].texts[0].get_text())
 print("one video ->", plan(gpus=6, goal="cadence", num_samples=1).axes[0].texts[0].get_text())
 print("too large ->", plan(gpus=1, goal="latency", height=1280, width=2304, capacity_gib=1).get_suptitle())
-""",
+FRAMES = "num frames"
+"""
+            + MOVED_TO_WHAT_IS_REFUSED,
         ),
     ],
 }

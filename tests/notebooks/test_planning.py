@@ -12,7 +12,7 @@ import pytest
 
 import launch
 from tests.conftest import write_run
-from tests.notebooks.conftest import NOTEBOOKS, PLANNING, assert_renders, read, texts
+from tests.notebooks.conftest import NOTEBOOKS, PLANNING, SAID_TWICE, assert_renders, read, texts
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.compare import tables
 from vdpp_core.plots import plan_overview
@@ -31,7 +31,7 @@ def test_executes_and_renders_to_a_page_that_needs_no_network(
 
 def test_every_slider_of_the_planner_moves_to_both_ends_and_says_what_cannot_be(executed: Callable[[str], Any]):
     shown = texts(executed("04_planner"))
-    moved = re.findall(r"^moved (\w+): (.*)$", shown, re.M)
+    moved = re.findall(r"^moved ([\w ]+): (.*)$", shown, re.M)
     assert len(moved) == 15
     assert {name for name, words in moved if words != "redrawn"} == set()
     said = dict(re.findall(r"^(.*) -> (.*)$", shown, re.M))
@@ -41,6 +41,7 @@ def test_every_slider_of_the_planner_moves_to_both_ends_and_says_what_cannot_be(
     assert "at least two ranks per stage" in said["{'fsdp': True}"]
     assert said["one video"].startswith("goal cadence: compares the time between videos")
     assert said["too large"].endswith("nothing fits")
+    assert SAID_TWICE in shown
 
 
 def test_the_planner_predicts_published_times_and_runs_of_this_machine(executed: Callable[[str], Any]):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.notebooks.conftest import PREDICTING, assert_renders, texts
+from tests.notebooks.conftest import PREDICTING, SAID_TWICE, assert_renders, texts
 
 pytestmark = pytest.mark.slow  # minutes
 
@@ -33,3 +33,4 @@ def test_the_memory_notebook_predicts_the_published_rows_and_runs_out_where_it_s
     for layout in ("1 rank, small device", "step pipeline, small device"):
         assert f"{layout}: rank" in shown
     assert shown.count("out of memory while ") == 2
+    assert SAID_TWICE in shown  # by the sliders

@@ -19,7 +19,8 @@ from vdpp_core.runs.run import Run
 def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
     """One row per run that has ended: its layout, its outcome, and the numbers to compare. The names carry the units.
 
-    A resumed run has no times: they would cover only its last attempt.
+    A resumed run has no times: they would cover only its last attempt. Predicted times are those of a whole run,
+    so only a run that finished in one go has them.
     """
     rows = []
     for run in map(Run.of, runs):
@@ -32,6 +33,7 @@ def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
             warnings.warn(f"left out: {error}", stacklevel=2)
             continue
         predicted = result["predicted"] or {}
+        whole = result["outcome"] == "ok" and not result.get("resumed")
         rows.append(
             {
                 "run_id": result["run_id"],
@@ -50,7 +52,7 @@ def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
                 "limit_gib": float("nan") if config.memory_limit_gib is None else config.memory_limit_gib,
                 "max_peak_memory_gb": result["max_peak_memory_gb"],
                 "predicted_peak_memory_gb": predicted.get("max_peak_memory_gb"),
-                **{f"predicted_{name}": value for name, value in _times(predicted).items()},
+                **{f"predicted_{name}": value for name, value in _times(predicted if whole else {}).items()},
                 "solver": predicted.get("solver"),
                 "handoff_mb": _largest_handoff(result),
                 "predicted_handoff_mb": _largest_handoff(predicted),

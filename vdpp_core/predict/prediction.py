@@ -11,18 +11,21 @@ from vdpp_core.runs.run import Run
 
 
 def record(folder: Path) -> None:
-    """Write the prediction of a run into its folder, unless it is there already: the peak memory of a rank and, where
-    there are stages, what each rank hands on.
+    """Write the prediction of a run into its folder, as far as it is not there already: the peak memory of a rank and,
+    where there are stages, what each rank hands on.
 
     Raises:
         ConfigError: config.json or the model that it names cannot be read.
     """
     run = Run(folder)
-    if run.prediction is None:
-        found: dict[str, Any] = {"memory": memory.predict(run.config).in_gb()}
-        if run.config.experts is not None:
-            found["peak_memory_gb_per_stage"] = [peak.total / 1e9 for peak in memory.per_stage(run.config)]
+    found: dict[str, Any] = dict(run.prediction or {})
+    if not found:
+        found["memory"] = memory.predict(run.config).in_gb()
+    if run.config.experts is not None and "peak_memory_gb_per_stage" not in found:
+        found["peak_memory_gb_per_stage"] = [peak.total / 1e9 for peak in memory.per_stage(run.config)]
+    if found != run.prediction:
         runfolder.write_prediction(folder, found)  # at once: a short run may end before the rest is known
-        if run.config.layout.pp > 1 and run.config.rows is None:  # what a row's encoders return travels with it
-            found |= {"solver": messages.of(run.config).solver, "handoff_bytes_per_rank": messages.per_rank(run.config)}
-            runfolder.write_prediction(folder, found)
+    hands_on = run.config.layout.pp > 1 and run.config.rows is None  # what a row's encoders return travels with it
+    if hands_on and "solver" not in found:
+        found |= {"solver": messages.of(run.config).solver, "handoff_bytes_per_rank": messages.per_rank(run.config)}
+        runfolder.write_prediction(folder, found)

@@ -24,7 +24,7 @@ from vdpp_core.runs.stalls import LEAST_SILENCE_S, mates
 FAR = 10  # times the usual spread
 SLEPT_S = 1.0
 MOST_LINES = 3
-COUNT_EVERY_S = 30.0  # going through all processes takes tens of milliseconds
+COUNT_EVERY_S = 5.0  # going through all processes takes tens of milliseconds
 _SIGMA = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
 _Timed = kinds.Clock | kinds.Take | kinds.AnyStep | kinds.Send | kinds.Finished
 

@@ -100,7 +100,9 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
     peaks = [each["allocated_gb"] for each in memory]
     warms = kinds.last_of(events, kinds.Warm)
     sent = [warm.sent_bytes for warm in warms.values()]
-    predicted = _predicted_before(run, events) | _predicted_times(config, events, work.latents, predict_times)
+    predicted = _predicted_before(run, events)
+    if "makespan_s" not in predicted:  # times that were predicted before the run stay what they were
+        predicted |= _predicted_times(config, events, work.latents, predict_times)
     hardware = machine.hardware()
     numbers = metrics.numbers(spans, layout, config.swap_batch) if whole else {"samples_finished": len(finished)}
     return {
@@ -200,7 +202,8 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
 
 
 def _predicted_before(run: Run, events: Sequence[Event]) -> dict[str, Any]:
-    """What was predicted before the run: the peak memory of a rank in GB, and the bytes that ranks hand on."""
+    """What was predicted before the run: the peak memory of a rank in GB, the bytes that ranks hand on, and the times
+    where they were (None: nobody knew)."""
     of_earlier_versions = ({"memory": event.predicted_memory} for event in kinds.of(events, kinds.Predicted))
     found = run.prediction or next(of_earlier_versions, None)
     return found | {"max_peak_memory_gb": found["memory"]["peak_gb"]} if found else {}

@@ -74,7 +74,8 @@ class Run:
     @property
     def prediction(self) -> dict[str, Any] | None:
         """What was predicted before the run: `memory`, the peak of a rank in GB (1e9 bytes) by part, and, where it has
-        stages, `handoff_bytes_per_rank` and the `solver`; None where nothing was."""
+        stages, `handoff_bytes_per_rank` and the `solver`; the times, named as in the result, with their `source` and
+        `makespan_range_s`, where they were shown; None where nothing was."""
         return files.read_object(self.folder / "predicted.json", "memory")
 
     def silence_s(self) -> float:

@@ -10,7 +10,8 @@ videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by t
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
 profile/         of a run with --profile: rank-N.json.gz, what torch.profiler recorded of two steps, by each rank
 videos.csv       of a run with a manifest: the row that each video was made from, by rank 0
-predicted.json   what was predicted before the run: peak memory of a rank, bytes handed on; by the launcher
+predicted.json   what was predicted before the run: peak memory of a rank, bytes handed on; by the launcher; the times
+                 as well where whoever started the run had seen them
 result.json      last, atomically, by rank 0; after a failure by the launcher or a surviving rank
 job.json         the launcher's process, where there is one (launch/); job-HOST.json on each of several machines
 logs/            what torchrun kept of each rank; logs/HOST/ on each of several machines
