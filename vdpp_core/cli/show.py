@@ -35,7 +35,7 @@ def run(folder: Path, as_json: bool) -> None:
 
 
 def _assignment(config: RunConfig) -> list[str]:
-    """The steps of each rank in the order of execution, and counted down as in the user's documents."""
+    """The steps of each rank in the order of execution, and counted down as in the documents."""
     lines = []
     layout = config.layout
     for rank in range(layout.world_size):
