@@ -38,7 +38,7 @@ class CellTime:
 
     number: int
     anchor: str
-    code: str  # the last line of the cell
+    heading: str  # above the cell
     seconds: float
 
 
@@ -98,13 +98,16 @@ def conclusion_of(book: Any) -> str:
 
 def times_of(book: Any) -> list[CellTime]:
     """The seconds of each cell of code that has ended."""
-    times = []
-    for number, cell in enumerate(code_cells(book), start=1):
+    times, heading, numbers = [], "", {id(cell): number for number, cell in enumerate(code_cells(book), start=1)}
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            headings = [line.lstrip("# ") for line in cell.source.splitlines() if re.match("#+ ", line)]
+            heading = headings[-1] if headings else heading
         at = cell.metadata.get("execution", {})
-        if "iopub.execute_input" in at and "shell.execute_reply" in at:
+        if id(cell) in numbers and {"iopub.execute_input", "shell.execute_reply"} <= set(at):
             began, ended = (datetime.fromisoformat(at[name]) for name in ("iopub.execute_input", "shell.execute_reply"))
-            code = cell.source.strip().rpartition("\n")[2].strip()
-            times.append(CellTime(number, f"cell-id={cell.get('id', '')}", code, (ended - began).total_seconds()))
+            anchor, seconds = f"cell-id={cell.get('id', '')}", (ended - began).total_seconds()
+            times.append(CellTime(numbers[id(cell)], anchor, heading, seconds))
     return times
 
 

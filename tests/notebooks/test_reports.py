@@ -126,7 +126,7 @@ def test_each_figure_has_its_words_and_a_picture_of_a_text_is_in_the_page(folder
 def test_the_index_has_the_conclusions_and_where_the_time_went(made: list[Done], folder: Path):
     index = (folder / "index.html").read_text()
     assert "<p>14 steps &lt;were&gt; enough</p>" in index
-    assert index.count('loading="lazy"') == 1  # a picture of each notebook that draws
+    assert index.count('class="thumbnail"') == 1  # a picture of each notebook that draws
     assert [len(book.cells) for book in made] == [7, 3, 1]  # those that ended, if only with an error
     drawn = made[0]
     assert 0 < sum(cell.seconds for cell in drawn.cells) < drawn.seconds
