@@ -21,6 +21,8 @@ from matplotlib.figure import Figure
 from pandas.io.formats.style import Styler
 from traitlets import ObjectName, Unicode
 
+from launch.widgets import blanks
+
 WORDS = "application/x-figure+json"  # of a figure: its title, small print, and what its panels show
 KERNEL_ARGUMENTS = [
     "--InlineBackend.figure_formats=png",
@@ -103,7 +105,8 @@ def _panel(axes: Axes) -> str:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the formatters of tables as CSV and of figures' words with an IPython shell."""
+    """Register the formatters of tables as CSV and of figures' words with an IPython shell, and those of `launch`."""
+    blanks.register(shell)
     tables, figures = _CSVFormatter(parent=shell.display_formatter), _WordsFormatter(parent=shell.display_formatter)
     tables.for_type(pd.DataFrame, pd.DataFrame.to_csv)
     tables.for_type(Styler, lambda styled: styled.data.to_csv())
