@@ -4,11 +4,14 @@ from launch.job import Job, attach, jobs, start
 from launch.link_speed import probe
 from launch.machines.nodes import Nodes
 from launch.sweep import Sweep, sweep
+from launch.widgets import blanks
 from launch.widgets.comparison import compare, timeline
 from launch.widgets.gallery import gallery
 from launch.widgets.panel import panel
 from launch.widgets.sliders import sliders
 from launch.widgets.watch import watch
+
+blanks.register()
 
 __all__ = [
     "Job",

@@ -49,7 +49,7 @@ def _time_spent(result: dict[str, Any]) -> list[str]:
 
 
 def _assignment(config: RunConfig) -> list[str]:
-    """The steps of each rank in the order of execution, and counted down as in the user's documents."""
+    """The steps of each rank in the order of execution, and counted down as in the documents."""
     lines = []
     layout = config.layout
     for rank in range(layout.world_size):

@@ -210,7 +210,7 @@ class Memory(Frozen):
     enable_memory_opt: bool = Field(default=False, description="sequential guidance and forward chunking")
     attention_slicing: bool = Field(default=False, description="explains why there is none, and what to use instead")
     fsdp_same_sample: bool = Field(
-        default=False, description="all ranks of a shard group compute the same sample, as in the user's documents"
+        default=False, description="all ranks of a shard group compute the same sample, as in the published runs"
     )
     fsdp_cpu_offload: bool = Field(default=False, description="keep the shards in host memory (CUDA)")
     swap: Literal["host", "disk"] | None = Field(
