@@ -1,4 +1,4 @@
-"""The commands of `python -m launch`: start, sweep, status, tail, trace, resume, report, stop."""
+"""The commands of `python -m launch`: start, sweep, status, tail, trace, resume, report, documents, stop."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pandas as pd
 from tyro.conf import Positional, UseAppendAction
 
 import launch
+from launch.documents.command import Documents
 from launch.job import Job, stop_what_is_left
 from launch.machines.nodes import Nodes
 from vdpp_core.cli import arguments
@@ -321,5 +322,5 @@ def _print_table(table: pd.DataFrame, as_json: bool) -> None:
         print(filled.to_string(index=False, float_format="{:.4g}".format) if len(filled) else "no runs")
 
 
-COMMANDS = [Start, Sweep, Status, Tail, Trace, Resume, Report, Stop]
+COMMANDS = [Start, Sweep, Status, Tail, Trace, Resume, Report, Documents, Stop]
 parse = partial(arguments.parse, COMMANDS, prog=PROG, purpose=PURPOSE)
