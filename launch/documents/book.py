@@ -60,9 +60,9 @@ class Book:
 
     machine: Machine
     folder: Path
-    num_runs: int
-    claims: list[Row] = field(default_factory=list)
+    claims: list[Row]
     parts: list[Part] = field(default_factory=list)
+    num_runs: int = 0
     runs_done: int = 0
     ended: bool = False
     began: float = field(default_factory=time.monotonic)

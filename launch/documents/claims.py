@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from launch.documents import figures
-from launch.documents.rows import Row
+from launch.documents.rows import Row, place
 from vdpp_core.parallel.devices import GIB
 
 T, S, M = figures.EXPECTED_STEP_S, figures.STEPS, 10  # seconds of a step, steps, samples of their expectations
@@ -40,8 +40,10 @@ def parameters_gb() -> float:
 
 
 def all_of() -> list[Row]:
-    """A row for each claim: `published` is the claim, `here` what their own numbers give, `why` the verdict."""
-    return [*_memory(), *_expectations(), *_slower(), *_readme_and_guide(), *_throughput(), *_comparison()]
+    """A row for each claim, by section: `published` is the claim, `here` what their own numbers give, `why` the
+    verdict."""
+    found = [*_slower(), *_expectations(), *_memory(), *_throughput(), *_comparison(), *_readme_and_guide()]
+    return sorted(found, key=lambda row: place(row.section))
 
 
 def _memory() -> list[Row]:

@@ -12,9 +12,11 @@ import torch
 from tyro.conf import UseAppendAction
 
 from launch.documents import claims, experiments, figures, output
+from launch.documents.book import Book
 from launch.documents.machine import Machine
 from launch.documents.plan import Plan
 from launch.documents.repeat import repeat
+from launch.documents.rows import place
 from vdpp_core.cli.arguments import N, Switch, quiet, shown, whole_number
 from vdpp_core.config.axes import MOST_RANKS
 from vdpp_core.config.errors import ConfigError
@@ -39,7 +41,7 @@ class Documents:
         wanted = [part for given in self.section for part in given.split(",")] or names
         for name in wanted:
             if name not in names:
-                raise ConfigError("section", name, f"must be one of {', '.join(sorted(names, key=_order))}")
+                raise ConfigError("section", name, f"must be one of {', '.join(sorted(names, key=place))}")
         chosen = [each for each in all_experiments if each.section in wanted]
         about = [row for row in all_claims if row.section in wanted]
         if self.dry_run:
@@ -48,11 +50,11 @@ class Documents:
         for ending in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(ending, signal.default_int_handler)  # the runs end with this command
         folder = runfolder.runs_root() / f"{time.strftime('%Y%m%d-%H%M%S')}-documents-{secrets.token_hex(2)}"
+        book = Book(here, folder, about)
         try:
-            book = repeat(here, chosen, about, folder)
-            print(book.state)
+            repeat(book, chosen)
         finally:
-            print(f"page:  {(folder / output.PAGE).as_uri()}\ntable: {folder / output.TABLE}", flush=True)
+            print(f"{book.state}\npage:  {(folder / output.PAGE).as_uri()}\ntable: {folder / output.TABLE}", flush=True)
         if book.failed:
             raise SystemExit(1)
 
@@ -65,7 +67,3 @@ class Documents:
         count = torch.cuda.device_count()
         card = torch.cuda.get_device_properties(0).total_memory / GIB if count else None
         return Machine(count, cores(), machine.hardware_name(machine.hardware()), card)
-
-
-def _order(name: str) -> tuple[bool, int, str]:
-    return not name.isdigit(), int(name) if name.isdigit() else 0, name

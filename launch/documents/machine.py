@@ -59,7 +59,7 @@ class Machine:
         """Why a run's figures differ from those published for so many GPUs, in words."""
         ranks, reasons = config.layout.world_size, []
         if config.device == "cpu" and config.model != "dummy":
-            reasons.append(f"{config.model} model, {config.size_text}, CPU")
+            reasons.append(f"small: {config.model}, {config.size_text}, CPU")
         elif config.device != "cpu" and figures.CARD not in self.name:
             reasons.append(self.name)
         if ranks < published:

@@ -33,9 +33,9 @@ h1{margin-bottom:.2em}h2{margin-top:2em;border-bottom:1px solid var(--line)}
 table{border-collapse:collapse;width:100%;font-size:14px}
 td,th{padding:.25em .7em .25em 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 tr+tr td{border-top:1px solid var(--line)}th{border-bottom:2px solid var(--line)}
-td.n,th.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-td.w{white-space:normal}
-.rows td:first-child{width:32%}.rows td:last-child,.rows th:last-child{width:32%;padding-left:.7em}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+.rows{table-layout:fixed}.rows th:nth-child(1){width:29%}.rows th:nth-child(4){width:7%}.rows th:nth-child(5){width:36%}
+.rows td:last-child,.rows th:last-child{padding-left:1em}
 .quiet{opacity:.65}.pass{color:var(--good);font-weight:600}.fail{color:var(--bad);font-weight:600}
 .facts th{border:0;width:9em;font-weight:600}.facts td{border:0}
 .videos{display:flex;flex-wrap:wrap;gap:1.5em}.videos video{width:256px;image-rendering:pixelated;display:block}
@@ -129,7 +129,8 @@ def write(book: Book) -> None:
 def page(book: Book) -> str:
     """The page: no network, no scripts; videos are inside it."""
     sizes = "CPU ranks, small sizes" if book.machine.small else f"{book.machine.gpus} GPUs, their sizes"
-    known = figures.KNOWN
+    known, intro = figures.KNOWN, "Each figure that the documents publish, beside the one obtained here"
+    intro += ". There is no GPU here: the same experiments with small models and videos." if book.machine.small else "."
     facts = {
         "here": f"{book.machine.name}; {sizes}; {time.strftime('%Y-%m-%d %H:%M')}",
         "published": f"{known['hardware']}, {known['date']}; {known['software']}",
@@ -146,7 +147,7 @@ def page(book: Book) -> str:
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>The documents, repeated</title><style>{STYLE}</style>
 <h1>The documents, repeated</h1>
-<p>Each figure that the documents publish, beside the one obtained here with the same settings.</p>
+<p>{escape(intro)}</p>
 <table class="facts">{head}</table><p>{contents}</p>
 {"".join(map(_section, book.parts))}{claims}
 </html>
@@ -174,8 +175,8 @@ def _table(rows: Sequence[Row], heads: Sequence[str]) -> str:
         mark = f' class="{here}"' if here in ("pass", "fail") else ""
         reason = f'<span class="quiet">{AS_ABOVE}</span>' if why == AS_ABOVE else escape(why)
         lines.append(
-            f'<tr><td>{escape(what)}</td><td class="n{" w" * (len(published) > 16)}">{escape(published)}</td>'
-            f'<td class="n{" w" * (len(here) > 16)}"><span{mark}>{escape(here)}</span></td>'
+            f'<tr><td>{escape(what)}</td><td class="n">{escape(published)}</td>'
+            f'<td class="n"><span{mark}>{escape(here)}</span></td>'
             f'<td class="n">{ratio}</td><td>{reason}</td></tr>'
         )
     return f'<table class="rows"><tr>{titles}</tr>{"".join(lines)}</table>'

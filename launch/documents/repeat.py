@@ -11,9 +11,7 @@ from tqdm import tqdm
 from launch.documents import official_video, output
 from launch.documents.book import Book, Part
 from launch.documents.experiments import VIDEO, Experiment
-from launch.documents.machine import Machine
 from launch.documents.measured import Measured
-from launch.documents.rows import Row
 from launch.job import Job
 from launch.sweep import sweep
 from vdpp_core.config import RunConfig
@@ -24,21 +22,19 @@ LOOK_S = 2.0  # between looks at how far a run is: reading its events takes time
 Ended = dict[RunConfig, Measured]
 
 
-def repeat(
-    machine: Machine, chosen: Sequence[Experiment], claims: Sequence[Row], folder: Path, root: Path | None = None
-) -> Book:
+def repeat(book: Book, chosen: Sequence[Experiment], root: Path | None = None) -> None:
     """Do all runs; a section or run that fails becomes a row, and the others go on.
 
     Whatever interrupts this ends the run that is under way. The page then has the rows of those that are done.
 
     Args:
-        folder: for the page and the CSV, made here.
         root: for the runs; default runs/.
     """
-    folder.mkdir(parents=True)
-    every = dict.fromkeys(config for experiment in chosen for config in experiment.runs.values())
-    book, ended = Book(machine, folder, len(every), list(claims)), Ended()
-    with tqdm(total=len(every), unit="run", disable=None) as bar:
+    book.folder.mkdir(parents=True)
+    every = {config for experiment in chosen for config in experiment.runs.values()}
+    book.num_runs, ended = len(every), Ended()
+    output.write(book)
+    with tqdm(total=book.num_runs, unit="run", disable=None) as bar:
         for experiment in chosen:
             part = Part(experiment)
             book.parts.append(part)
@@ -52,7 +48,6 @@ def repeat(
             bar.write(output.of_claims(book.claims))
     book.ended = True
     output.write(book)
-    return book
 
 
 def _do(part: Part, book: Book, ended: Ended, bar: tqdm, root: Path | None) -> None:

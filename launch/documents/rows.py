@@ -54,3 +54,8 @@ def number(value: float) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def place(section: str) -> tuple[bool, int, str]:
+    """Sorts sections by their number, and those with a name after them."""
+    return not section.isdigit(), int(section) if section.isdigit() else 0, section
