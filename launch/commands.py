@@ -1,4 +1,4 @@
-"""The commands of `python -m launch`: start, sweep, status, tail, trace, resume, report, stop."""
+"""The commands of `python -m launch`: start, sweep, status, tail, trace, resume, report, documents, stop."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tyro.conf import Positional, UseAppendAction
 
 import launch
 from launch import status
+from launch.documents.command import Documents
 from launch.job import Job, stop_what_is_left
 from launch.machines.nodes import Nodes
 from vdpp_core.cli import arguments, old_names, progress_bar
@@ -325,5 +326,5 @@ def _run(run_id: str) -> Job:
     return job
 
 
-COMMANDS = [Start, Sweep, Status, Tail, Trace, Resume, Report, Stop]
+COMMANDS = [Start, Sweep, Status, Tail, Trace, Resume, Report, Documents, Stop]
 parse = partial(arguments.parse, COMMANDS, prog=PROG, purpose=PURPOSE)
