@@ -6,9 +6,10 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
 from vdpp_core.config import manifest
 from vdpp_core.config.errors import ConfigError, Frozen

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, dataclass_transform
+from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, ValidationError, dataclasses, validate_call
+from typing_extensions import dataclass_transform
 
 from vdpp_core.config.errors import first_error
 

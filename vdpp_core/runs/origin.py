@@ -275,7 +275,10 @@ def _revision(config: RunConfig) -> str:
 def _digests(paths: list[Path]) -> list[str]:
     def digest(path: Path) -> str:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.sha256()
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+            return digest.hexdigest()
 
     try:
         with ThreadPoolExecutor() as pool:
