@@ -112,6 +112,7 @@ def test_what_is_refused(name, table, tmp_path):
         ("[1]\n", r"row 1 \(sample 0\) must be a JSON object"),
         ('{"seed": 1}\n{"seed": NaN}\n', r"row 2 \(sample 1\) is not JSON \(NaN"),
         ('{"a b": 1}\n', r"row 1 \(sample 0\), column 'a b': must be a name"),
+        ('{"seed": true}\n', r"row 1 \(sample 0\), column seed, true: must be a number or a text"),
         ("{}\n{\n", r"row 2 \(sample 1\) is not JSON"),
         ('{"guidance_scale": 1e999}\n', r"row 1 \(sample 0\) is not JSON \(1e999 is too large a number"),
         (
