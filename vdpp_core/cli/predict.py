@@ -107,7 +107,7 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
     if config.experts is not None and config.layout.pp > 1:
         for stage, (steps, peak) in enumerate(zip(config.stages(), facts["peak_gb_per_stage"], strict=True)):
             names = " and ".join(config.experts_of(stage) or ())
-            lines.append(f"  stage {stage}, {len(steps)} steps of {names}: {peak:.3f} GB")
+            lines.append(f"  stage {stage}, {counted(len(steps), 'step')} of {names}: {peak:.3f} GB")
     if config.layout.pp > 1 or not config.is_svd:
         lines.append(f"  {_handoff(facts)}")
     return lines
@@ -327,7 +327,7 @@ def _print_rivals(rivals: pd.DataFrame, goal: str, experts: dict[str, int]) -> N
     """The best of each way to hold a model's experts, against the best of all."""
     column = planner.GOALS[goal][0]
     value, unit = COLUMNS[column].partition(" (")[0], "GiB" if column.endswith("_gib") else "s"
-    steps = ", ".join(f"{count} steps of {name}" for name, count in experts.items())
+    steps = ", ".join(f"{counted(count, 'step')} of {name}" for name, count in experts.items())
     print(f"the model has experts ({steps}); the best of each way to hold them:")
     for row in rivals.to_dict("records"):
         if math.isnan(row["needed_gib"]):
