@@ -42,7 +42,7 @@ def test_bf16_and_checkpointing_fit_where_the_article_says_so():
     layout = Layout(1, 1, 8, "FULL_SHARD")
     found = row(8, layout, precision="bf16")
     assert (found["state_gb"], found["cause"]) == (gb(70), "activations")
-    assert found["reason"].endswith("with --checkpointing 6.51 GB of activations, still too much")
+    assert found["reason"].endswith("6.51 GB of activations with --checkpointing, still too much")
     assert found["activations_gb"] == gb(34 * 80 * LAYER)
     again = row(8, layout, precision="bf16", checkpointing=True)
     assert again["activations_gb"] == gb((2 * 80 + 34) * LAYER)
@@ -56,7 +56,7 @@ def test_two_dimensions_by_hand():
     assert found["inside_gb"] == gb(tensor)
     assert found["between_gb"] == gb(data)  # one DP rank in each node
     assert found["between_gbit_per_s"] == gb(8 * data / 2)
-    assert (found["cause"], "of activations, which fits" in found["reason"]) == ("activations", True)
+    assert (found["cause"], "with --checkpointing, which fits" in found["reason"]) == ("activations", True)
     assert row(32, Layout(8, 1, 4, "FULL_SHARD"), batch=8, checkpointing=True)["inside_gb"] == gb(5 / 4 * tensor)
 
 

@@ -401,7 +401,7 @@ def _too_large(run: Training, layout: Layout, memory: dict[str, float]) -> tuple
     if not run.checkpointing and not run.svd:
         less = _activations(replace(run, checkpointing=True), layout) / GB
         fits = "which fits" if state + gathered + less <= run.gpu_memory else "still too much"
-        words += f"; with --checkpointing {less:.4g} GB of activations, {fits}"
+        words += f"; {less:.4g} GB of activations with --checkpointing, {fits}"
     return "activations", words
 
 
