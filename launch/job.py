@@ -17,7 +17,7 @@ from launch import resuming, warm_start
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
 from launch.terminate import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers, settle
 from vdpp_core.config import RunConfig
-from vdpp_core.config.errors import ConfigError, in_one_line
+from vdpp_core.config.errors import MOST_SHOWN, ConfigError, in_one_line
 from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import preflight
 from vdpp_core.plots import perfetto
@@ -46,7 +46,7 @@ class NoRunError(ConfigError):
     def __str__(self) -> str:
         inside = self.root.is_relative_to(here := Path.cwd())
         shown = self.root.relative_to(here) if inside else self.root
-        return f"No run {in_one_line(str(self.value))!r} in {shown}/; `{COMMAND} status` lists them"
+        return f"No run {in_one_line(str(self.value))[:MOST_SHOWN]!r} in {shown}/; `{COMMAND} status` lists them"
 
 
 class Job:

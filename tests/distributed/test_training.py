@@ -96,7 +96,7 @@ def test_a_killed_rank_ends_the_job_which_keeps_what_is_finished(here, wait_unti
     assert [bar in training.page(job) for bar in ("2 of 3 experiments", "rank 1")] == [True, True]
     victim = next(event for event in left(job) if event["rank"] == 1)
     os.kill(victim["pid"], signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"^experiment 2 \(FULL_SHARD, .*\), rank 1: ended without a word"):
+    with pytest.raises(RuntimeError, match=r"^experiment 3 of 3 \(FULL_SHARD, .*\), rank 1: ended without a word"):
         job.wait(60)
     assert job.outcome() == "failed"
     assert [result["experiment"]["technique"] for result in job.results()] == [one.technique for one in done]

@@ -47,7 +47,7 @@ GOOD: dict[str, list[Any]] = {
     "experts": [(("unet/high", 1), ("unet/low", 1))],
     "swap": ["host", "disk"],
     "swap_batch": [1, 2, 100_000],
-    "swap_gb_per_s": [1e-9, 1.5],
+    "swap_gb_per_s": [1e-6, 1.5],
     "device": ["auto", "cpu", "cuda", "mps", "cuda:0"],
     "dtype": ["auto", "fp32", "fp16", "bf16"],
     "backend": ["auto", "gloo", "nccl"],

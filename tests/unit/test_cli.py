@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import launch.__main__
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.cli import arguments
@@ -169,7 +170,7 @@ def assert_one_line(said, stdout, stderr, folder):
     [
         ("benchmark --steps 3", "--steps 3"),  # by the parser
         ("simulate --world-size 5 --total-steps 4", "--world-size 5: must be at most"),  # by the configuration
-        ("generate --image nowhere.png", "--image nowhere.png: must be a readable image file"),  # by the machine
+        ("generate --image nowhere.png", "--image nowhere.png: No such file"),  # by the machine
     ],
 )
 def test_a_mistake_costs_one_line_and_leaves_nothing(line, said, tmp_path):
@@ -253,3 +254,19 @@ for line in (["--help"], ["benchmark", "--help"], ["plan", "--help"]):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("usage: python -m vdpp_core") == 3
+
+
+@pytest.mark.parametrize(
+    ("run", "line", "meant"),
+    [
+        (main, "generate --frame 2", "did you mean --frames? "),
+        (main, "memory --capacity=5", "did you mean --capacity-gib? "),
+        (launch.__main__.main, "start --nproc 2 benchmark --frame 2", "did you mean --frames? "),
+        (main, "benchmark --steps 3", "did you mean --total-steps? "),
+        (main, "benchmark --zzz", ""),
+    ],
+)
+def test_the_flag_that_was_meant(run, line, meant, capsys):
+    with pytest.raises(SystemExit):
+        run(line.split())
+    assert f": not known here; {meant}see python -m " in capsys.readouterr().err

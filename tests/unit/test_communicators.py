@@ -72,7 +72,7 @@ def test_a_limit_is_the_allocators_whatever_the_layout(capsys):
     limit = 0.001
     flags = ["--memory-limit-gib", str(limit), "--num-samples", "2", "--latent-shape", "1", "4", "8", "8", "8"]
     main(["plan", "--gpus", "2", "--tflops", "1", "--link-gb-per-s", "1", *flags])
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     for number in (0, 1, 2):
         assert f"of {limit + memory.CONTEXT_GIB + number * EACH:g} GiB usable" in said
 

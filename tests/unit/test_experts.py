@@ -292,7 +292,7 @@ NOT_SPLIT = "swap disk: only for ranks that run all steps with whole parameters:
         (EXPERTS, 1, {"swap": "host"}, "swap host: needs CUDA: on cpu the experts would be in the host's memory any"),
         (EXPERTS, 1, {"swap_batch": 2}, "swap_batch 2: only with swap"),
         (EXPERTS, 2, {"split": "even", "stage_weights": (1, 2)}, "split even: must be weights where stage_weights are"),
-        (EXPERTS, 2, {"image": Path("nowhere.png")}, "image nowhere.png: must be a readable image file"),
+        (EXPERTS, 2, {"image": Path("nowhere.png")}, "image nowhere.png: No such file"),
         (EXPERTS, 3, {"parallel": Parallel(stage_ranks=(1, 3))}, "stage_ranks 1 3: pp 1+3 needs 4 ranks, not 3"),
         (
             EXPERTS,

@@ -294,7 +294,8 @@ def test_an_image_that_cannot_be_read(name, bad_images):
     path = bad_images / name
     for command in ("generate", "benchmark"):
         line = answer(RunConfig(command=command, image=path))
-        assert line.startswith(f"image {path}: must be a readable image file")
+        missing = name == "missing.png"
+        assert line.startswith(f"image {path}: {'No such file' if missing else 'must be a readable image file'}")
 
 
 def test_a_run_folder_is_made_once(tmp_path):

@@ -42,7 +42,7 @@ def test_bf16_and_checkpointing_fit_where_the_article_says_so():
     layout = Layout(1, 1, 8, "FULL_SHARD")
     found = row(8, layout, precision="bf16")
     assert (found["state_gb"], found["cause"]) == (gb(70), "activations")
-    assert found["reason"].endswith("6.51 with checkpointing: still too much")
+    assert found["reason"].endswith("6.51 GB of activations with --checkpointing, still too much")
     assert found["activations_gb"] == gb(34 * 80 * LAYER)
     again = row(8, layout, precision="bf16", checkpointing=True)
     assert again["activations_gb"] == gb((2 * 80 + 34) * LAYER)
@@ -56,7 +56,7 @@ def test_two_dimensions_by_hand():
     assert found["inside_gb"] == gb(tensor)
     assert found["between_gb"] == gb(data)  # one DP rank in each node
     assert found["between_gbit_per_s"] == gb(8 * data / 2)
-    assert (found["cause"], "with checkpointing: fits" in found["reason"]) == ("activations", True)
+    assert (found["cause"], "with --checkpointing, which fits" in found["reason"]) == ("activations", True)
     assert row(32, Layout(8, 1, 4, "FULL_SHARD"), batch=8, checkpointing=True)["inside_gb"] == gb(5 / 4 * tensor)
 
 
@@ -167,8 +167,12 @@ def printed(line, capsys):
 def test_the_command_prints_a_table_within_100_columns(capsys):
     lines = printed("sizing --parameters 70e9 --hidden 8192 --layers 80 --gpus 32 --checkpointing", capsys).splitlines()
     assert max(map(len, lines)) <= 100
-    assert re.match(r"  1 DP 32 +FULL_SHARD +– +35 +7 +6.51 +48.5 +475 +67.8 +5.73$", lines[6])
+    (headings,) = (line for line in lines if line.startswith("  # layout"))
+    assert re.match(r"  1 DP 32 +FULL_SHARD +– +35 +7 +6.51 +48.5 +475 +67.8 +5.73$", lines[lines.index(headings) + 1])
     assert sum(line.startswith("excluded: ") for line in lines) >= 4
+    assert not any("--checkpointing" in line for line in lines)  # it is on
+    without = printed("sizing --parameters 7e9 --gpus 8 --gpu-memory 24", capsys).splitlines()
+    assert re.fullmatch(r"with --checkpointing, \d+ more layouts would fit", without[-1])
     examples = printed("sizing --article", capsys).splitlines()
     assert max(map(len, examples)) <= 100
     assert len([line for line in examples if line.startswith("  ours: ")]) == len(article.EXAMPLES)

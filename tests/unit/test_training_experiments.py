@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 
 import pandas as pd
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from vdpp_core.cli import training as cli_training
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.lessons import compared, data, rank, sizing, techniques, training, training_folder
 from vdpp_core.lessons.experiments import Experiment
@@ -180,12 +182,12 @@ ERROR = {"kind": "error", "experiment": 1}
         (
             [{"rank": 0, **ERROR, "error": "gloo", "lost": True}, {"rank": 1, **ERROR, "error": "NaN", "lost": False}],
             "failed",
-            "experiment 1 (FULL_SHARD, transformer, 2 ranks, batch 8), rank 1: NaN",
+            "experiment 2 of 2 (FULL_SHARD, transformer, 2 ranks, batch 8), rank 1: NaN",
         ),
         (
             [{"rank": 1, "kind": "step", "experiment": 1, "step": 0}, {"rank": 0, **ERROR, "error": "g", "lost": True}],
             "failed",
-            "experiment 1 (FULL_SHARD, transformer, 2 ranks, batch 8), rank 1: ended without a word: "
+            "experiment 2 of 2 (FULL_SHARD, transformer, 2 ranks, batch 8), rank 1: ended without a word: "
             "killed, or out of memory",
         ),
         ([{"rank": rank, "kind": "terminated", "orphaned": False} for rank in (0, 1)], "stopped", None),
@@ -258,3 +260,9 @@ def test_tables_have_measured_and_formula():
     lines = compared.in_words(results)
     assert max(map(len, lines)) <= 100
     assert "4.00 1.000" in "\n".join(lines)
+
+
+def test_the_help_names_what_the_command_knows():
+    names = cli_training.TECHNIQUES.partition(": ")[2].partition(";")[0].split(", ")
+    assert names == list(techniques.PLACES)
+    assert [re.sub(r"\(.*?\)", "", cli_training.PROBLEMS).count(f" {name}") for name in PROBLEMS] == [1] * len(PROBLEMS)

@@ -4,6 +4,7 @@ Values stay text here. RunConfig checks them, so that a flag and a keyword argum
 """
 
 import contextlib
+import difflib
 import gc
 import io
 import math
@@ -132,8 +133,21 @@ def parse(commands: Sequence[Any], argv: Sequence[str], prog: str, purpose: str)
         fail(f"{_shortened(argv)}: {_without_box(boxed.getvalue())}")
     if unknown:
         command_name = "" if argv[0].startswith("-") else f" {in_one_line(argv[0])}"
-        fail(f"{_shortened(unknown)}: not known here; see {prog}{command_name} --help")
+        meant = _nearest(unknown[0], either, argv, prog)
+        fail(f"{_shortened(unknown)}: not known here; {meant}see {prog}{command_name} --help")
     return command
+
+
+def _nearest(unknown: str, commands: Any, argv: Sequence[str], prog: str) -> str:
+    """A question about the flag of the command that looks most like an unknown one, where there is one."""
+    path = [argv[0], *[word for word in argv[1:] if word in COMMANDS][:1]]
+    shown, settings = io.StringIO(), (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), contextlib.suppress(SystemExit):
+        tyro.cli(commands, prog=prog, args=[*path, "--help"], config=settings)
+    known = re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.getvalue())
+    name, names = unknown.partition("=")[0].strip("-"), [flag.strip("-") for flag in known]
+    near = [each for each in names if name in each.split("-")] or difflib.get_close_matches(name, names, n=1)
+    return f"did you mean --{near[0]}? " if near else ""
 
 
 def _shortened(words: Sequence[str]) -> str:

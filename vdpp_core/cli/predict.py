@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 
-from vdpp_core.cli import arguments
+from vdpp_core.cli import arguments, progress_bar
 from vdpp_core.cli.arguments import N, RunFlags, Switch, X, number, shown
+from vdpp_core.cli.words import counted, wrapped
 from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
@@ -65,9 +66,10 @@ class Memory:
         config = _predicted(self.run, arguments.whole_number("world_size", self.world_size))
         capacity_gib = number("capacity_gib", self.capacity_gib)
         arguments.quiet()
-        whole = memory.left_whole(config)
-        facts = memory.report(config, memory.device_gib(config, capacity_gib))
-        handed = messages.of(config)
+        with progress_bar.working("counting what a step allocates"):
+            whole = memory.left_whole(config)
+            facts = memory.report(config, memory.device_gib(config, capacity_gib))
+            handed = messages.of(config)
         facts |= {"solver": handed.solver, "handoff_latents_bytes": handed.latents}
         facts["handoff_bytes"] = messages.largest(config)
         if self.run.get("json"):
@@ -77,7 +79,7 @@ class Memory:
             print(line)
         if "fits" in facts:
             for line in _verdict(facts, config):
-                print(f"  {line}")
+                print(*wrapped(line, indent=4, first=2), sep="\n")
 
 
 def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
@@ -94,7 +96,7 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
         lines.append(f"  {'communicators':14} {facts['communicators_gb']:9.3f} GB in addition: {count} of NCCL, {each}")
     if config.layout.shards > 1:
         lines.append(f"  largest gathered group: {facts['largest_unit']}, {facts['largest_unit_gb']:.3f} GB")
-    at_once = f"{config.decode_chunk_size} frames at a time"
+    at_once = f"{counted(config.decode_chunk_size, 'frame')} at a time"
     if as_ready:
         lines.append(f"  it decodes between its samples, {at_once}, beside the UNet")
         lines.append(f"  other stages, which decode nothing: {facts['other_stages_peak_gb']:.3f} GB")
@@ -105,7 +107,7 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
     if config.experts is not None and config.layout.pp > 1:
         for stage, (steps, peak) in enumerate(zip(config.stages(), facts["peak_gb_per_stage"], strict=True)):
             names = " and ".join(config.experts_of(stage) or ())
-            lines.append(f"  stage {stage}, {len(steps)} steps of {names}: {peak:.3f} GB")
+            lines.append(f"  stage {stage}, {counted(len(steps), 'step')} of {names}: {peak:.3f} GB")
     if config.layout.pp > 1 or not config.is_svd:
         lines.append(f"  {_handoff(facts)}")
     return lines
@@ -129,20 +131,21 @@ def _verdict(facts: dict[str, Any], config: RunConfig) -> list[str]:
     if generates:
         subject, needs = "the last stage" if config.decode == "as-ready" else "a rank", "needs"
     device = f"{facts['capacity_gib'] * GIB / 1e9:.2f} GB ({facts['capacity_gib']:g} GiB)"
-    decoding = f"decoding {chunk} frames at a time"
+    decoding = f"decoding {counted(chunk, 'frame')} at a time"
+    steps = f"{subject} {needs} {facts['needed_gib'] * GIB / 1e9:.2f} GB, allowances included"
     if generates or smaller == chunk:
-        verdict = f"{'fits' if facts['fits'] else 'does not fit'} in {device}"
+        lines = [f"{'fits' if facts['fits'] else 'does not fit'} in {device}: {steps}"]
+    elif facts["fits"] and smaller:
+        lines = [f"fits in {device} with --decode-chunk-size {smaller}: {steps}; {decoding} needs more than there is"]
     elif facts["fits"]:
-        verdict = f"the steps fit in {device}, but {decoding} does not"
+        lines = [f"does not fit in {device}: {steps}, but decoding even 1 frame at a time needs more than there is"]
     else:
-        verdict = f"neither the steps nor {decoding} fit in {device}"
-    lines = [f"{verdict}: {subject} {needs} {facts['needed_gib'] * GIB / 1e9:.2f} GB, allowances included"]
+        lines = [f"does not fit in {device}: {steps}, and {decoding} needs more than there is"]
     lines += [f"{subject} would fit with {remedy}" for remedy in facts["remedies"]]
     if not facts["fits"] and not facts["remedies"]:
         lines.append(f"no single change would make {subject} fit")
-    if smaller != chunk:
-        help = f"with --decode-chunk-size {smaller}" if smaller else "with no chunk size"
-        lines.append(f"decoding would fit {help}")
+    if smaller != chunk and not facts["fits"]:
+        lines.append(f"decoding would fit with --decode-chunk-size {smaller}" if smaller else "decoding would not fit")
     return lines
 
 
@@ -181,8 +184,9 @@ class Plan:
             raise ConfigError(name, getattr(self, name), "only for a model with experts, which can be swapped")
         arrivals = self._arrivals(config)
         arguments.quiet()
-        planner.check(config, gpus, self.goal, capacity_gib)
-        known = self._rates(config, folders)
+        with progress_bar.working("counting what a step computes"):
+            planner.check(config, gpus, self.goal, capacity_gib)
+            known = self._rates(config, folders)
         known = replace(known, swap={**known.swap, **loading})
         modes = (self.run["guidance_mode"],) if "guidance_mode" in self.run else planner.MODES
         table = planner.advise(config, gpus, self.goal, known, capacity_gib, modes, arrivals=arrivals)
@@ -192,12 +196,14 @@ class Plan:
             return
         if gpus > 1 and math.isinf(known.link.bytes_per_s):
             arguments.warn([LINK_NOT_MEASURED])
-        count = f"{config.num_samples} sample{'s' * (config.num_samples > 1)} of {config.total_steps} steps"
+        count = f"{counted(config.num_samples, 'sample')} of {counted(config.total_steps, 'step')}"
         wanted = planner.WANTED[self.goal]
         if self.goal == "latency" and table.attrs["one_by_one"]:
             wanted = "the shortest time from a video's arrival to its last step"
-        print(f"{count}, {_what(config)}, on up to {gpus}; goal {self.goal}: {wanted}")
-        print(f"predicted from {known}")
+        gpu_count = f"up to {gpus} GPUs" if gpus > 1 else "1 GPU"
+        head = f"{count}, {_what(config)}, on {gpu_count}; goal {self.goal}: {wanted}"
+        for line in (head, f"predicted from {known}"):
+            print(*wrapped(line, first=0), sep="\n")
         print(table.attrs["decoding"] + " (--decode includes it)" * ("decode" not in self.run))
         _print_plan(table, top)
         if "experts" in table.attrs:
@@ -307,30 +313,33 @@ def _print_plan(table: pd.DataFrame, top: int) -> None:
         shown = fitting.head(top)[columns].rename(columns=COLUMNS)
         lines = shown.to_string(index=False, na_rep="–", float_format="{:.4g}".format, line_width=400).splitlines()
         for line, reason in zip(lines, ["", *fitting.head(top)["reason"]], strict=True):
-            print(f"{line}  {reason}".rstrip())
-        if len(fitting) > top:
-            print(f"and {len(fitting) - top} more that fit (--top)")
+            print(line, *wrapped(reason), sep="\n")
+        if (more := len(fitting) - top) > 0:
+            print(f"and {more} more that fit{'s' * (more == 1)} (--top)")
     else:
         print(f"no layout fits; the smallest needs {rest['needed_gib'].min():.4g} GiB per GPU")
     for reason in rest["reason"].unique():
-        print(f"excluded: {', '.join(rest['layout'][rest['reason'] == reason])}: {reason}")
+        layouts = ", ".join(rest["layout"][rest["reason"] == reason])
+        print(*wrapped(f"excluded: {layouts}: {reason}", first=0), sep="\n")
 
 
 def _print_rivals(rivals: pd.DataFrame, goal: str, experts: dict[str, int]) -> None:
     """The best of each way to hold a model's experts, against the best of all."""
     column = planner.GOALS[goal][0]
     value, unit = COLUMNS[column].partition(" (")[0], "GiB" if column.endswith("_gib") else "s"
-    steps = ", ".join(f"{count} steps of {name}" for name, count in experts.items())
+    steps = ", ".join(f"{counted(count, 'step')} of {name}" for name, count in experts.items())
     print(f"the model has experts ({steps}); the best of each way to hold them:")
     for row in rivals.to_dict("records"):
         if math.isnan(row["needed_gib"]):
-            print(f"  {row['way']}: excluded: {row['reason']}")
+            print(*wrapped(f"{row['way']}: excluded: {row['reason']}", first=2), sep="\n")
             continue
         if math.isnan(row["value"]):
-            print(f"  {row['way']}: fits nowhere; the smallest, {row['layout']}, {row['reason']}")
+            smallest = f"fits nowhere; the smallest, {row['layout']}, {row['reason']}"
+            print(*wrapped(f"{row['way']}: {smallest}", first=2), sep="\n")
             continue
         best = "the best" if row["times_best"] == 1 else f"{row['times_best']:.3f} times the best"
-        print(f"  {row['way']}: {row['layout']}, {value} {row['value']:.4g} {unit}, {best}: {row['reason']}")
+        found = f"{row['layout']}, {value} {row['value']:.4g} {unit}, {best}: {row['reason']}"
+        print(*wrapped(f"{row['way']}: {found}", first=2), sep="\n")
         if row["break_even_s"] > row["swap_s"]:
             print(
                 f"    the step pipeline would be faster if loading an expert took more than {row['break_even_s']:.3g} s"

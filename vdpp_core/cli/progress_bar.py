@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
@@ -94,7 +94,8 @@ def in_words(far: dict[str, Any]) -> Far:
     return Far(far["phase"], far["share"], more if far["stalled"] is None else f"{more}; {far['stalled']}")
 
 
-def say(line: str) -> None:
-    """Print a line to stdout while a bar may be there."""
-    tqdm.write(line)
-    sys.stdout.flush()
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line, by default to stdout, while a bar may be there."""
+    stream = sys.stdout if stream is None else stream
+    tqdm.write(line, file=stream)
+    stream.flush()

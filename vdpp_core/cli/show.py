@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from vdpp_core.cli import arguments
+from vdpp_core.cli.words import counted
 from vdpp_core.compare.official import in_words
 from vdpp_core.config import RunConfig
 from vdpp_core.models.images import how_it_fits
@@ -104,11 +105,11 @@ def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
         return {}
     seen = {}
     if config.rows is not None:
-        seen["manifest"] = f"{config.manifest}, {len(config.rows)} rows; videos.csv names the video of each"
+        seen["manifest"] = f"{config.manifest}, {counted(len(config.rows), 'row')}; videos.csv names the video of each"
     elif config.is_svd and config.image_path is not None:
         seen["image"] = how_it_fits(config.image_path, config.image_size)
     frames = config.shape[2] if config.is_svd else config.num_frames
-    videos = f"{result['videos_written']} × {frames} frames" if frames else str(result["videos_written"])
+    videos = f"{result['videos_written']} × {counted(frames, 'frame')}" if frames else str(result["videos_written"])
     lines = seen | {
         "videos": f"{videos} at {config.fps} frames/s, in videos/",
         "decoding time of each sample (s)": _listed(result["decode_s"], 2),

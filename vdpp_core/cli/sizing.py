@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import pandas as pd
 
 from vdpp_core.cli import arguments
 from vdpp_core.cli.arguments import N, Switch, X, number, shown
+from vdpp_core.cli.words import WIDTH, counted, wrapped
 from vdpp_core.config.errors import ConfigError
 
-WIDTH = 100
+LEGEND = (
+    "GB of a GPU: its state; gath.: parameters and gradients that are gathered for a while; act.: activations; all of "
+    "these; what it sends in an iteration in its node and out of it. s: seconds of an iteration if nothing waits"
+)
+THEIRS = "the article about training (--article) says"
 NAMES = "llama-7b|llama-3-70b|llama-3.1-405b|svd"
 COLUMNS = {  # heading and width; the numbers are GB, but for the last two
     "place": ("#", 3),
@@ -22,7 +27,7 @@ COLUMNS = {  # heading and width; the numbers are GB, but for the last two
     "strategy": ("strategy", -13),
     "schedule": ("schedule", -11),
     "state_gb": ("state", 5),
-    "gathered_gb": ("whole", 5),
+    "gathered_gb": ("gath.", 5),
     "activations_gb": ("act.", 5),
     "memory_gb": ("all", 5),
     "inside_gb": ("in", 5),
@@ -79,6 +84,10 @@ class Sizing:
             print(textwrap.fill(line, WIDTH))
         for line in _plan(table, top):
             print(line)
+        if not run.checkpointing and not run.svd:
+            more = advice.advise(replace(run, checkpointing=True))["place"].count() - table["place"].count()
+            if more > 0:
+                print(f"with --checkpointing, {counted(int(more), 'more layout')} would fit")
 
     def _given(self) -> dict[str, Any]:
         """The values that were given, as numbers; RunConfig's way of naming what is wrong."""
@@ -112,24 +121,24 @@ def _plan(table: pd.DataFrame, top: int) -> Iterator[str]:
     """The best layouts with their reasons, and the nearest one for each cause of exclusion and strategy."""
     fitting, rest = table[table["place"].notna()], table[table["place"].isna()]
     if len(fitting):
-        yield "GB of a GPU: state, whole for a while, activations, all; sent in its node and out of it; s at best"
+        yield from wrapped(LEGEND, first=0)
         yield " ".join(_cell(heading, width) for heading, width in COLUMNS.values()).rstrip()
     else:
         yield f"nothing fits; the smallest needs {rest['memory_gb'].min():.4g} GB"
     for row in fitting.head(top).to_dict("records"):
         yield " ".join(_cell(row[name], width) for name, (_, width) in COLUMNS.items())
         needs = f"needs {row['inside_gb_per_s']:.3g} GB/s in the node, {row['between_gbit_per_s']:.3g} Gbit/s between"
-        yield from _wrapped(f"{row['reason']}; {needs}")
+        yield from wrapped(f"{row['reason']}; {needs}")
         if row["article"]:
-            yield from _wrapped(f"by the article: {row['article']}")
-    if len(fitting) > top:
-        yield f"and {len(fitting) - top} more that fit (--top)"
+            yield from wrapped(f"{THEIRS}: {row['article']}")
+    if (more := len(fitting) - top) > 0:
+        yield f"and {more} more that fit{'s' * (more == 1)} (--top)"
     for _, rows in rest.groupby(["cause", "strategy"], sort=False):
         nearest = rows.iloc[0]
-        more = f" (and {len(rows) - 1} more like it)" * (len(rows) > 1)
+        alike = f" (and {len(rows) - 1} more like it)" * (len(rows) > 1)
         name = " ".join(filter(None, (nearest["layout"], nearest["strategy"])))
-        article = f"; by the article: {nearest['article']}" * bool(nearest["article"])
-        yield textwrap.fill(f"excluded: {name}: {nearest['reason']}{more}{article}", WIDTH, subsequent_indent="     ")
+        article = f"; {THEIRS}: {nearest['article']}" * bool(nearest["article"])
+        yield from wrapped(f"excluded: {name}: {nearest['reason']}{alike}{article}", first=0)
 
 
 def _cell(value: Any, width: int) -> str:
@@ -137,7 +146,3 @@ def _cell(value: Any, width: int) -> str:
     if isinstance(value, float) and abs(value) < 5e-4:
         text = "0"
     return f"{text:<{-width}}" if width < 0 else f"{text:>{width}}"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="     ", subsequent_indent="     ")

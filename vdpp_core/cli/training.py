@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from vdpp_core.cli import arguments
+from vdpp_core.cli import arguments, progress_bar
 from vdpp_core.cli.arguments import N, Switch, shown, whole_number
+from vdpp_core.cli.progress_bar import Far
 from vdpp_core.cli.run import carry_out
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.parallel.rendezvous import Ranks
@@ -24,14 +25,19 @@ if TYPE_CHECKING:
     from vdpp_core.lessons.training import Job
 
 POLL_S = 0.2
+TECHNIQUES = (  # imported with torch's modules: only when the command runs
+    "ways to split: one rank, DDP, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD, TP, TP × FSDP, PP × TP × FSDP, "
+    "GPipe, 1F1B, Interleaved 1F1B, Zero bubble; spelled in any way, as full-shard"
+)
+PROBLEMS = "what is trained: transformer, small (a smaller transformer) or svd (a UNet)"
 
 
 @dataclass(frozen=True)
 class Training:
     """Train small models split in several ways on CPU ranks; compare each with one rank and with its formulas."""
 
-    techniques: Annotated[tuple[str, ...], shown("NAME [NAME ...]", default="all that fit")] = ()  # ways to split
-    problems: Annotated[tuple[str, ...], shown("NAME [NAME ...]")] = ("transformer", "svd")  # transformer, svd
+    techniques: Annotated[tuple[str, ...], shown("NAME [NAME ...]", TECHNIQUES, "all that fit")] = ()
+    problems: Annotated[tuple[str, ...], shown("NAME [NAME ...]", PROBLEMS, "transformer svd")] = ("transformer", "svd")
     ranks: Annotated[str, N] = "4"  # processes of each technique but one rank
     batch: Annotated[tuple[str, ...], shown("N [N ...]")] = ("8",)  # samples of a step; several sizes, several runs
     steps: Annotated[str, N] = "3"  # training steps
@@ -56,12 +62,15 @@ class Training:
             signal.signal(number, _end)
         job = training.start(experiments)
         try:
-            _follow(job)
+            with progress_bar.following(lambda: _far(job)):
+                _follow(job)
         except BaseException:  # Ctrl-C, a signal, or nobody who reads the output
             job.stop()
             raise
         if (failure := job.failure()) is not None:
             print(f"failed: {failure}; see {job.folder / 'launcher.log'}", file=sys.stderr)
+            if left := job.experiments[len(job.results()) + 1 :]:
+                print(f"not run: {'; '.join(each.name for each in left)}", file=sys.stderr)
         results = job.results()
         if self.json:
             print(json.dumps(results, indent=2))
@@ -81,7 +90,7 @@ class Training:
         for argument, known in allowed.items():
             for value in getattr(self, argument) or [""]:
                 if value not in known:
-                    raise ConfigError(argument, value, f"must be one of {', '.join(known)}, or several")
+                    raise ConfigError(argument, value, f"must be {', '.join(known[:-1])} or {known[-1]}")
         ranks = whole_number("ranks", self.ranks, most=MOST_RANKS)
         steps, made = whole_number("steps", self.steps, most=MOST), list[Experiment]()
         batches = [whole_number("batch", size) for size in self.batch]
@@ -106,6 +115,13 @@ def _end(number: int, _: Any) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def _far(job: Job) -> Far:
+    """The current experiment of a job, for the bar."""
+    far, names = job.progress(), [each.name for each in job.experiments]
+    now = f"experiment {min(far['finished'] + 1, len(names))} of {len(names)}"
+    return Far(now, far["share"], names[min(far["finished"], len(names) - 1)])
+
+
 def _follow(job: Job) -> None:
     """Print a line for each experiment that ends."""
     shown_so_far = 0
@@ -114,7 +130,8 @@ def _follow(job: Job) -> None:
         for result in job.results()[shown_so_far:]:
             shown_so_far += 1
             name, seconds = job.experiments[shown_so_far - 1].name, result["step_s"]
-            print(f"{shown_so_far}/{len(job.experiments)}  {name}: {seconds:.2f} s a step", file=sys.stderr, flush=True)
+            line = f"{shown_so_far}/{len(job.experiments)}  {name}: {seconds:.2f} s a step"
+            progress_bar.say(line, sys.stderr)
         if outcome is not None:
             return
         time.sleep(POLL_S)

@@ -222,7 +222,10 @@ class Memory(Frozen):
         default=1, ge=1, le=100_000, description="samples that a rank takes through an expert before the next is loaded"
     )
     swap_gb_per_s: float | None = Field(
-        default=None, gt=0, le=1e6, description="simulate a slower disk: 1e9 bytes per second of an expert's parameters"
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="simulate a slower disk: 1e9 bytes per second of an expert's parameters",
     )
     memory_limit_gib: float | None = Field(
         default=None, gt=0, le=100_000, description="simulate a smaller device: what a rank may use for model and run"

@@ -93,9 +93,12 @@ def _json_rows(text: str) -> Iterable[Row]:
             raise ConfigError("manifest", "", f"{name_of_row(number)} is not JSON ({error})") from None
         if not isinstance(row, dict):
             raise ConfigError("manifest", "", f"{name_of_row(number)} must be a JSON object, from column to value")
-        for name in row:
+        for name, value in row.items():
             if not name.isidentifier():
                 raise ConfigError("manifest", "", f"{name_of_row(number)}, column {name!r}: must be a name")
+            if isinstance(value, bool) and name in (*OF_ANY, *OF_SVD):
+                words = f"{name_of_row(number)}, column {name}, {json.dumps(value)}: must be a number or a text"
+                raise ConfigError("manifest", "", words)
         yield {name: value for name, value in row.items() if value is not None}
 
 

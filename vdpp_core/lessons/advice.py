@@ -400,8 +400,8 @@ def _too_large(run: Training, layout: Layout, memory: dict[str, float]) -> tuple
     words = f"{state + gathered:.4g} GB of state and {activations:.4g} GB of activations; {limit}"
     if not run.checkpointing and not run.svd:
         less = _activations(replace(run, checkpointing=True), layout) / GB
-        fits = "fits" if state + gathered + less <= run.gpu_memory else "still too much"
-        words += f"; {less:.4g} with checkpointing: {fits}"
+        fits = "which fits" if state + gathered + less <= run.gpu_memory else "still too much"
+        words += f"; {less:.4g} GB of activations with --checkpointing, {fits}"
     return "activations", words
 
 

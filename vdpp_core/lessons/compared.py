@@ -77,7 +77,7 @@ def in_words(results: Results) -> list[str]:
         numbers = [f"{row[name]:10.1e}" for name in NUMBERS[:3]] + [f"{row['step_s']:8.2f}"]
         lines.append(f"{_short(result):34}" + "".join(numbers))
     for title, tables, width in (("A rank holds", held(results), 13), ("A rank sends in a step", sent(results), 16)):
-        lines += ["", f"{title}: MB (1e6 bytes), and measured / formula"]
+        lines += ["", f"{title}: MB (1e6 bytes), and measured / formula where there is one"]
         lines.append(f"{'':34}" + "".join(f"{part.replace('_', '-'):>{width}}" for part in tables["measured"].columns))
         for place, result in enumerate(results):
             pairs = zip(tables["measured"].iloc[place], tables["formula"].iloc[place], strict=True)
@@ -95,5 +95,5 @@ def _short(result: dict[str, Any]) -> str:
 def _cell(measured: float, formula: float) -> str:
     if not measured and not formula:
         return "–"
-    ratio = f"{measured / formula:.3f}" if formula and math.isfinite(formula) else "?"
+    ratio = f"{measured / formula:.3f}" if formula and math.isfinite(formula) else ""
     return f"{measured / MB:.2f} {ratio:>5}"

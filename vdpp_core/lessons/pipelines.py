@@ -72,9 +72,8 @@ class Pipeline(Technique):
         refuse_unless("micro_batches", parts, batch % parts == 0, f"must divide the batch, {batch}")
         most = len(layers_of(_model(experiment.problem)))
         chunks = most // experiment.ranks
-        refuse_unless(
-            "chunks", experiment.chunks, experiment.chunks <= chunks, f"must be at most {chunks}: {most} layers"
-        )
+        allowed = f"must be at most {chunks}: {most} layers over {experiment.ranks} ranks, at least one in a chunk"
+        refuse_unless("chunks", experiment.chunks, experiment.chunks <= chunks, allowed)
 
     @classmethod
     def parts(cls, experiment: Experiment) -> int:

@@ -59,7 +59,8 @@ class Job:
             return "the launcher was killed"
         for event in (*suspects, *errors):
             at = event.get("experiment", 0)
-            return f"experiment {at} ({self.experiments[at].name}), rank {event['rank']}: {event['error']}"
+            which = f"experiment {at + 1} of {len(self.experiments)} ({self.experiments[at].name})"
+            return f"{which}, rank {event['rank']}: {event['error']}"
         return None if last else f"no rank has started: {self._last_line()}"
 
     def _is_complete(self) -> bool:

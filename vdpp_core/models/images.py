@@ -119,5 +119,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # for half as many
             with Image.open(path) as image:
                 yield image
+    except FileNotFoundError:
+        raise ConfigError("image", path, "No such file") from None
     except _UNREADABLE as error:
         raise ConfigError("image", path, f"must be a readable image file ({type(error).__name__}: {error})") from None

@@ -218,7 +218,7 @@ def remedies(config: RunConfig, capacity: float) -> list[str]:
     if config.decode == "as-ready" and fit(config.replace(decode="at-end"), capacity).fits:
         found.append("--decode at-end")
     if frames := _frames_that_fit(config, capacity):
-        found.append(f"{frames} frames instead of {config.shape[2]}")
+        found.append(f"{frames} frame{'s' * (frames > 1)} instead of {config.shape[2]}")
     return found
 
 

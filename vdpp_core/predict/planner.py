@@ -194,7 +194,11 @@ def look(
     try:
         table = advise(config, gpus, goal, known, capacity_gib, predictor=predictor, arrivals=arrivals)
         if chosen.world_size > gpus:
-            raise ConfigError("layout", chosen, f"needs {chosen.world_size} GPUs, but only {gpus} are available")
+            raise ConfigError(
+                "layout",
+                chosen,
+                f"needs {chosen.world_size} GPUs, but only {gpus} {'are' if gpus > 1 else 'is'} available",
+            )
         if chosen.fsdp and chosen.shards == 1:
             raise ConfigError("fsdp", True, "needs at least two ranks per stage to share the parameters")
         mode = table["guidance"][table["layout"] == str(chosen)].item()
@@ -436,7 +440,8 @@ def _too_large(config: RunConfig, room: Room, capacity_gib: float) -> str:
     layout = config.layout
     words = f"needs {room.needed / GIB:.4g} GiB, {capacity_gib * (1 - SPARE):.4g} of {capacity_gib:g} GiB usable"
     if config.command == "generate" and (decoding := memory.predict_decoding(config)) and decoding.total > room.peak:
-        return f"{words}: decoding {config.decode_chunk_size} frames at once; --decode-chunk-size 1 needs least"
+        at_once = f"{config.decode_chunk_size} frame{'s' * (config.decode_chunk_size > 1)}"
+        return f"{words}: decoding {at_once} at once; --decode-chunk-size 1 needs least"
     own = costs.held(config)
     if own > room.needed / 2:
         return f"{words}: mostly parameters" + (

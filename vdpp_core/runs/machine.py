@@ -33,7 +33,7 @@ def hardware_name(facts: dict[str, Any]) -> str:
     """`hardware()`, or what a result recorded of it, in a few words."""
     if facts["gpus"]:
         return f"{len(facts['gpus'])} × {facts['gpus'][0]}"
-    return f"{facts['cpu']}, {facts['cores']} cores"
+    return f"{facts['cpu']}, {facts['cores']} core{'s' * (facts['cores'] != 1)}"
 
 
 def threads_text(threads: Iterable[int | None]) -> str:

@@ -25,8 +25,7 @@ def progress(run: Run, events: Sequence[Event] | None = None) -> dict[str, Any]:
     Its phase (starting, loading, warming up, running, decoding, comparing), samples finished, the share done (0 … 1),
     seconds left, the stall in words if there is one, and each rank's last kind of event, position and steps done.
     """
-    config, work = run.config, run.work
-    events = run.events() if events is None else events
+    config, work, events = run.config, run.work, run.events() if events is None else events
     layout, stages = config.layout, config.stages()
     ranks: list[dict[str, Any]] = []
     for rank in range(layout.world_size):
