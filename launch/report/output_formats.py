@@ -19,6 +19,8 @@ from jupyter_client.manager import AsyncKernelManager
 from pandas.io.formats.style import Styler
 from traitlets import ObjectName, Unicode
 
+from launch.widgets import table_words
+
 KERNEL_ARGUMENTS = [
     "--InlineBackend.figure_formats=png",
     "--InlineBackend.figure_formats=svg",
@@ -79,7 +81,8 @@ class _CSVFormatter(BaseFormatter):
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the CSV formatter with an IPython shell."""
+    """Register the CSV formatter with an IPython shell, and the words of tables."""
+    table_words.install(shell)
     formatter = _CSVFormatter(parent=shell.display_formatter)
     formatter.for_type(pd.DataFrame, pd.DataFrame.to_csv)
     formatter.for_type(Styler, lambda styled: styled.data.to_csv())

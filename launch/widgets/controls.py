@@ -191,7 +191,8 @@ def _label(name: str) -> str:
 
 def folded(heading: str, content: widgets.Widget) -> widgets.VBox:
     """A button above something that is shown only after it was pressed."""
-    button = widgets.ToggleButton(description=f"▸ {heading}", layout=widgets.Layout(width="auto"))
+    tooltip, layout = f"Show or hide: {heading}.", widgets.Layout(width="auto")
+    button = widgets.ToggleButton(description=f"▸ {heading}", tooltip=tooltip, layout=layout)
     content.layout.display = "none"
 
     def turned(_: Any) -> None:
