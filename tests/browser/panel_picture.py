@@ -48,6 +48,7 @@ def main() -> None:
 def take(lab: Lab) -> None:
     """The picture of the panel with both runs selected, with few colours so that the file is small."""
     panel = lab.page.locator(".lab-panel")
+    expect(panel.locator("select[multiple] option")).to_have_count(2, timeout=PATIENCE_S * 1000)
     panel.locator("select[multiple]").focus()
     lab.page.keyboard.press("Home")
     lab.page.keyboard.press("Shift+ArrowDown")
