@@ -17,10 +17,13 @@ ESSENTIAL := $(addprefix tests/distributed/test_,parity.py launch.py failures.py
 
 WELCOME := --LabApp.default_url=/lab/tree/notebooks/README.md --LabApp.app_settings_dir="$(CURDIR)/launch/jupyterlab"
 
-.PHONY: report figures panel-picture test test-all lab lint benchmark gpu-check
+.PHONY: report documents figures panel-picture test test-all lab lint benchmark gpu-check
 
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
+
+documents: $(READY) ## the experiments of the user's documents, published figures beside (6 minutes); DRY=1: the plan
+	$(VENV)/python -m launch documents $(if $(DRY),--dry-run)
 
 figures: $(READY) ## the same, and replace the pictures in figures/ that the README shows
 	$(VENV)/python -m launch report --update-figures

@@ -1,4 +1,4 @@
-"""The commands of `python -m launch`: start, sweep, status, tail, trace, resume, report, stop."""
+"""The commands of `python -m launch`: start, sweep, status, tail, trace, resume, report, documents, stop."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Union
 
 import pandas as pd
 from tyro.conf import Positional, UseAppendAction
 
 import launch
+from launch import status
+from launch.documents.command import Documents
 from launch.job import Job, stop_what_is_left
 from launch.machines.nodes import Nodes
-from vdpp_core.cli import arguments
+from vdpp_core.cli import arguments, old_names, progress_bar
 from vdpp_core.cli.arguments import RUN, N, RunCommand, Switch, shown, whole_number
+from vdpp_core.cli.progress_bar import Far
+from vdpp_core.cli.words import counted
+from vdpp_core.compare import tables
 from vdpp_core.config import RunConfig
 from vdpp_core.config.axes import AXIS_NAMES
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
+from vdpp_core.runs import profiles, runfolder
+from vdpp_core.runs.progress import progress
 
 PROG = "python -m launch"
 PURPOSE = "Start runs in the background, watch them, end them and report on them."
@@ -39,7 +46,13 @@ else:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with 2 after bad input, with 1 where a run did not end well, with 130 after Ctrl-C."""
     arguments.begin()
-    command = parse(sys.argv[1:] if argv is None else list(argv))
+    with arguments.readers_may_leave():
+        _run_command(sys.argv[1:] if argv is None else list(argv))
+
+
+def _run_command(words: Sequence[str]) -> None:
+    old_names.answer(words, PROG.split())
+    command = parse(words)
     warnings.showwarning = lambda message, *_: arguments.warn([str(message)])
     try:
         command()
@@ -97,6 +110,8 @@ class Start(OnMachines):
         print(json.dumps(known) if self.what.as_json else job.run_id, flush=True)
         if self.wait:
             _wait(job)
+        else:
+            print(*_what_next(job), sep="\n", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -112,18 +127,27 @@ class Resume(OnMachines):
             raise ConfigError("nproc", self.nproc, "only with --rdzv-endpoint: the run keeps its number of ranks")
         job.resume(nodes)
         far = job.progress()
-        print(
-            f"{job.run_id}: resumed, {far['samples_finished']} of {far['num_samples']} samples were finished",
-            flush=True,
-        )
+        before = f"{far['samples_finished']} of {counted(far['num_samples'], 'sample')}"
+        print(f"{job.run_id}: resumed; finished before: {before}", flush=True)
         if self.wait:
             _wait(job)
+
+
+def _what_next(job: Job) -> list[str]:
+    """Commands for a run that goes on in the background."""
+    root = runfolder.runs_root()
+    if job.folder.parent != root:
+        return [f"{job.folder} is not in {root}, where `{PROG}` looks for runs by their names"]
+    verbs = {"status": "how far it is", "tail": "what its ranks print", "stop": "end it"}
+    width = len(f"status {job.run_id}")
+    return [f"  {PROG} {f'{verb} {job.run_id}':{width}}  # {purpose}" for verb, purpose in verbs.items()]
 
 
 def _wait(job: Job) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # scancel sends it
     try:
-        result = job.wait()
+        with progress_bar.of_run(job.folder):
+            result = job.wait()
     except KeyboardInterrupt:
         result = job.stop()
     if result["outcome"] != "ok":
@@ -148,18 +172,22 @@ class Sweep:
                 raise ConfigError(name, given, f"not in a sweep, which takes {instead}")
         configs = self._configs(_whole_numbers("ranks", self.ranks))
         running = launch.sweep(configs, whole_number("repeats", self.repeats))
-        print(f"sweep {running.run_id}: {len(running.runs)} runs", file=sys.stderr)
+        print(f"sweep {running.run_id}: {counted(len(running.runs), 'run')}", file=sys.stderr)
         try:
-            for number, job in enumerate(running.jobs, start=1):
-                result = job.wait()
-                if not self.what.as_json:
-                    seconds = result.get("makespan_s")
-                    took = f", makespan {seconds:.2f} s" if seconds is not None else ""
-                    print(f"{number}/{len(running.runs)} {job.run_id}: {result['outcome']}{took}", flush=True)
-            table = running.wait()
+            with progress_bar.following(partial(_far, running)):
+                for number, job in enumerate(running.jobs, start=1):
+                    result = job.wait()
+                    if not self.what.as_json:
+                        seconds = result.get("makespan_s")
+                        took = f", makespan {seconds:.2f} s" if seconds is not None else ""
+                        progress_bar.say(f"{number}/{len(running.runs)} {job.run_id}: {result['outcome']}{took}")
+                table = running.wait()
         except KeyboardInterrupt:
             table = running.stop()
-        _print_table(table.drop(columns=["run_id", *AXIS_NAMES, "fsdp"]), self.what.as_json)
+        if self.what.as_json:
+            print(table.drop(columns=["run_id", *AXIS_NAMES, "fsdp"]).to_json(orient="records", indent=2))
+        else:
+            print(*tables.by_layout_in_words(table), sep="\n")
 
     def _configs(self, ranks: Sequence[int]) -> list[RunConfig]:
         names = self.layouts.split(",")
@@ -170,6 +198,18 @@ class Sweep:
         base = arguments.without_layout(self.what.flags)
         ordered = sorted(layouts, key=lambda layout: (layout.world_size, layout.fsdp, *layout.sizes.values()))
         return [base.replace(parallel=layout) for layout in ordered]
+
+
+def _far(sweep: launch.Sweep) -> Far:
+    """The current run of a sweep, for the bar."""
+    jobs = sweep.jobs
+    waiting = [job for job in jobs if not (job.folder / "result.json").exists()]
+    if not waiting:
+        return Far("writing the table")
+    now = progress(waiting[0].run)
+    words, done = progress_bar.in_words(now), len(jobs) - len(waiting)
+    more = ", ".join(filter(None, (waiting[0].run_id, words.doing, words.more)))
+    return Far(f"run {done + 1} of {len(jobs)}", (done + now["share"]) / len(jobs), more)
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:
@@ -199,44 +239,10 @@ class Status:
 
     def __call__(self) -> None:
         chosen = launch.jobs() if self.run is None else [launch.attach(self.run)]
-        _print_table(pd.DataFrame([_row(job) for job in chosen]), self.json)
-        for job in () if self.run is None else chosen:
-            if isinstance(job, Job):
-                arguments.warn(f"disturbed: {line}" for line in job.disturbed())
-                arguments.warn(f"damaged: {line}" for line in job.damaged())
-
-
-def _row(job: Job | launch.Sweep) -> dict[str, Any]:
-    known: dict[str, Any] = {"run": job.run_id}
-    try:
-        progress = job.progress()
-    except (ConfigError, FileNotFoundError) as error:  # damaged, or just removed
-        return known | {"status": str(error), "done": None, "seconds left": None, "at": None}
-    known["status"] = progress["status"]
-    if isinstance(job, launch.Sweep):
-        done = f"{progress['runs_finished']} of {progress['num_runs']} runs"
-        count = sum(bool(each.disturbed()) for each in job.jobs)
-        disturbed = f"{count} of its runs" if count else None
-        return known | {"done": done, "seconds left": None, "at": None, "disturbed": disturbed}
-    left, running = progress["seconds_left"], progress["status"] == "running"
-    at = [
-        f"rank {r['rank']}: sample {r['sample']}, step {r['step']}" for r in progress["ranks"] if r["step"] is not None
-    ]
-    return known | {
-        "done": f"{progress['samples_finished']} of {progress['num_samples']} samples ({progress['share']:.0%})",
-        "seconds left": round(left, 1) if left is not None and running else None,
-        "at": _failure(job) or progress["stalled"] or ("; ".join(at) if running else None),
-        "disturbed": "; ".join(job.disturbed()) or None,
-    }
-
-
-def _failure(job: Job) -> str | None:
-    """Where the first rank that failed was, and why."""
-    failure = (job.run.result() or {}).get("failure")
-    if not failure:
-        return None
-    where = [f"{name} {failure[name]}" for name in ("rank", "sample", "step") if failure[name] is not None]
-    return f"{', '.join(where)}: {failure['cause']}" if where else str(failure["cause"])
+        if self.json:
+            print(pd.DataFrame([status.row(job) for job in chosen]).to_json(orient="records", indent=2))
+            return
+        print(*(status.table(chosen) if self.run is None else status.in_lines(chosen[0])), sep="\n")
 
 
 @dataclass(frozen=True)
@@ -260,14 +266,23 @@ class Tail:
 
 @dataclass(frozen=True)
 class Trace:
-    """Write what each rank of a run did and when, as a trace for Perfetto."""
+    """Write what each rank of a run did and when, as a trace for Perfetto; after --profile draw its layers, too."""
 
     run: Positional[Annotated[str, RUN]]  # run id
     output: Annotated[str | None, shown("FILE")] = None  # file to write; default: trace.json in the run's folder
 
     def __call__(self) -> None:
-        print(_run(self.run).trace(None if self.output is None else Path(self.output)))
+        job = _run(self.run)
+        print(job.trace(None if self.output is None else Path(self.output)))
         print("open it at https://ui.perfetto.dev, or without a network at chrome://tracing in Chrome", file=sys.stderr)
+        for rank in range(job.run.config.layout.world_size):
+            path = profiles.path_of(job.folder, rank)
+            if path.exists():
+                from vdpp_core.plots import profile
+
+                drawn = path.with_name(f"rank-{rank}.png")
+                profile.draw(job.run, rank).savefig(drawn)
+                print(f"{path}\n{drawn}")
 
 
 @dataclass(frozen=True)
@@ -297,11 +312,11 @@ class Stop:
             job = launch.attach(self.run)
         except ConfigError:
             stop_what_is_left(self.run)
-            status = "stopped; its folder is gone"
+            how = "stopped; its folder is gone"
         else:
             ended = job.stop()
-            status = str(ended["outcome"]) if isinstance(ended, dict) else job.status()
-        print(f"{self.run}: {status}")
+            how = str(ended["outcome"]) if isinstance(ended, dict) else job.status()
+        print(f"{self.run}: {how}")
 
 
 def _run(run_id: str) -> Job:
@@ -311,15 +326,5 @@ def _run(run_id: str) -> Job:
     return job
 
 
-def _print_table(table: pd.DataFrame, as_json: bool) -> None:
-    """As JSON, or without the columns that are empty."""
-    if as_json:
-        print(table.to_json(orient="records", indent=2))
-        return
-    filled = table.dropna(axis="columns", how="all").astype(object).fillna("")
-    with pd.option_context("display.max_columns", None, "display.width", 200, "display.max_colwidth", 80):
-        print(filled.to_string(index=False, float_format="{:.4g}".format) if len(filled) else "no runs")
-
-
-COMMANDS = [Start, Sweep, Status, Tail, Trace, Resume, Report, Stop]
+COMMANDS = [Start, Sweep, Status, Tail, Trace, Resume, Report, Documents, Stop]
 parse = partial(arguments.parse, COMMANDS, prog=PROG, purpose=PURPOSE)

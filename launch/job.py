@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from launch import resuming, warm_start
 from launch.machines.nodes import MEETING_PATIENCE_S, Nodes
-from launch.progress import progress
 from launch.terminate import STOP_PATIENCE_S, end, end_by_name, end_ranks, launchers, settle
 from vdpp_core.config import RunConfig
-from vdpp_core.config.errors import ConfigError
+from vdpp_core.config.errors import ConfigError, in_one_line
 from vdpp_core.config.layout import Parallel
 from vdpp_core.engine import preflight
 from vdpp_core.plots import perfetto
@@ -26,13 +25,28 @@ from vdpp_core.predict import cores_and_disk, memory
 from vdpp_core.runs import processes, results, runfolder
 from vdpp_core.runs.event_types import Start, of
 from vdpp_core.runs.events import Follower
+from vdpp_core.runs.progress import progress
 from vdpp_core.runs.run import Run
 
 if TYPE_CHECKING:
     from launch.sweep import Sweep
 
+COMMAND = "python -m launch"
 POLL_S = 0.2
 LEAVING_S = 10.0  # after a result, for the launchers of other machines
+
+
+class NoRunError(ConfigError):
+    """There is no run or sweep of that name."""
+
+    def __init__(self, run_id: str, root: Path) -> None:
+        super().__init__("run_id", run_id, "must be a run or a sweep")
+        self.root = root
+
+    def __str__(self) -> str:
+        inside = self.root.is_relative_to(here := Path.cwd())
+        shown = self.root.relative_to(here) if inside else self.root
+        return f"No run {in_one_line(str(self.value))!r} in {shown}/; `{COMMAND} status` lists them"
 
 
 class Job:
@@ -50,7 +64,8 @@ class Job:
         return f"Job({self.run_id!r}, {self.status()})"
 
     def status(self) -> str:
-        """Return starting, loading, warming up, running, decoding, or how it ended: ok, oom, failed, stopped."""
+        """Return the phase (starting, loading, warming up, running, decoding, comparing) or the outcome (ok, oom,
+        failed, stopped)."""
         return self.outcome() or progress(self.run)["phase"]
 
     def outcome(self) -> str | None:
@@ -316,11 +331,11 @@ def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
     """Return the job or sweep with this id, also one that another process started.
 
     Args:
-        run_id: name of a folder under `root`; SWEEP/RUN for a run of a sweep.
+        run_id: name of a folder under `root`, or its path; SWEEP/RUN for a run of a sweep.
         root: default runs/.
 
     Raises:
-        ConfigError: there is no such run.
+        NoRunError: there is no such run.
     """
     from launch.sweep import Sweep
 
@@ -330,7 +345,7 @@ def attach(run_id: str, root: Path | None = None) -> Job | Sweep:
         return Sweep(folder)
     if runfolder.is_run(folder):
         return Job(folder)
-    raise ConfigError("run_id", run_id, f"must be a folder with a run or sweep under {root}")
+    raise NoRunError(run_id, root)
 
 
 def stop_what_is_left(run_id: str, root: Path | None = None) -> None:
@@ -341,12 +356,15 @@ def stop_what_is_left(run_id: str, root: Path | None = None) -> None:
     """
     root = root or runfolder.runs_root()
     if not end_by_name(_folder_of(run_id, root)):
-        raise ConfigError("run_id", run_id, f"is no run or sweep under {root}, and no process belongs to one")
+        raise NoRunError(run_id, root)
 
 
 def _folder_of(run_id: str, root: Path) -> Path:
-    sweep, _, name = run_id.rpartition("/")
-    return within(within(root, sweep) if sweep else root, name)
+    sweep, _, name = run_id.removeprefix(f"{root}/").removeprefix(f"{root.name}/").rstrip("/").rpartition("/")
+    try:
+        return within(within(root, sweep) if sweep else root, name)
+    except ConfigError:
+        raise NoRunError(run_id, root) from None
 
 
 def within(folder: Path, name: str) -> Path:

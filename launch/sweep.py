@@ -98,9 +98,11 @@ class Sweep:
         return self.table()
 
     def table(self) -> pd.DataFrame:
-        """A row for each finished run: its configuration and repeat, and the columns of `compare.tables.table`."""
+        """A row for each finished run: its configuration and repeat, the columns of `compare.tables.table`, and
+        `compare.tables.scaling`."""
         labels = pd.DataFrame(self.runs)
-        return labels.merge(tables.table([job.folder for job in self.jobs]), on="run_id", how="inner")
+        found = labels.merge(tables.table([job.folder for job in self.jobs]), on="run_id", how="inner")
+        return found if found.empty else found.assign(scaling=tables.scaling(found))
 
     def write_table(self) -> None:
         """Write table.csv in the sweep's folder."""

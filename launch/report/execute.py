@@ -1,9 +1,9 @@
 """Execute notebooks in order and render them: python -m launch report --set total_steps=14 01 04.
 
-Each report is a dated folder in figures/reports/ that needs no network: index.html, a page for each notebook, figures/
-as PNG and SVG, tables/ as CSV, runs.csv. figures/reports/index.html leads to the latest one. When a notebook fails, the
-index names the cell and the report goes on with the next notebook. A report writes nowhere else, unless it is asked to
-update the pictures in figures/ that the README shows.
+Each report is a dated folder in figures/reports/ that needs no network: index.html with the conclusions, a page for
+each notebook, figures/ as PNG and SVG, tables/ as CSV, runs.csv. figures/reports/index.html leads to the latest one.
+When a notebook fails, the index names the cell and the report goes on with the next notebook. A report writes nowhere
+else, unless it is asked to update the pictures in figures/ that the README shows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
-from launch.report import pages, parameters
+from launch.report import done, index, pages, parameters
+from launch.report.done import Done
 from launch.report.output_formats import KERNEL_ARGUMENTS, ForkedKernelManager
-from launch.report.pages import Done
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.files import write_atomically
 
@@ -72,35 +72,49 @@ def report(
     clock = Clock([float(book.metadata.get("lab", {}).get("seconds", UNKNOWN_S)) for book in books.values()])
     folder = figures / "reports" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     folder.mkdir(parents=True)
-    done: list[Done] = []
+    titles = {path.stem: done.title_of(books[path.stem], path) for path in paths}
+    made: list[Done] = []
     for number, path in enumerate(paths):
         book = parameters.inject(books[path.stem], changed[path.stem])
-        done.append(_make(book, path, changed[path.stem], folder, (number, clock)))
-        pages.write_index(folder, done)
-        print(f"    {done[-1].error or 'ok'}, {done[-1].seconds:.0f} s", flush=True)
-    pages.write_entry(figures / "reports", folder)
+        made.append(_make(book, path, changed[path.stem], folder, titles, (number, clock)))
+        index.write(folder, made)
+        print(f"    {made[-1].error or 'ok'}, {made[-1].seconds:.0f} s", flush=True)
+    index.write_entry(figures / "reports", folder)
     for picture in figures.glob("*.png") if update_figures else ():
         if (drawn := folder / "figures" / picture.name).exists():
             shutil.copy(drawn, picture)
     print(f"report: {(folder / 'index.html').as_uri()}")
-    return done
+    return made
 
 
-def _make(book: Any, path: Path, changed: dict[str, Any], folder: Path, at: tuple[int, Clock]) -> Done:
+def _make(
+    book: Any, path: Path, changed: dict[str, Any], folder: Path, titles: dict[str, str], at: tuple[int, Clock]
+) -> Done:
     """Execute a notebook and write its page, figures and tables."""
     root, began = runfolder.runs_root(path.parent), time.monotonic()
-    before = pages.run_folders(root)
+    before = done.run_folders(root)
     error, failed = _execute(book, path, *at)
-    made = Done(path, pages.title_of(book, path), changed, time.monotonic() - began, error, failed)
-    made.figures, made.tables = pages.save_outputs(book, path.stem, folder)
-    made.runs = pages.runs_of(book, root, before)
-    write_atomically(folder / f"{path.stem}.html", pages.render(book, made.title))
+    made = Done(path, titles[path.stem], changed, 0.0, error, failed)
+    made.conclusion, made.cells = done.conclusion_of(book), done.times_of(book)
+    made.figures = pages.save_outputs(book, path.stem, folder)
+    made.runs = done.runs_of(book, root, before)
+    write_atomically(folder / made.page, pages.render(book, made.title, path.parent, _links(path.stem, titles)))
+    made.seconds = time.monotonic() - began
     return made
+
+
+def _links(stem: str, titles: dict[str, str]) -> list[tuple[str, str, str]]:
+    """The links of a page to the contents, and to the pages before and after it."""
+    stems = list(titles)
+    at = stems.index(stem)
+    before = [("prev", f"{name}.html", f"← {titles[name]}") for name in stems[max(0, at - 1) : at]]
+    after = [("next", f"{name}.html", f"{titles[name]} →") for name in stems[at + 1 : at + 2]]
+    return [("contents", "index.html", "Contents"), *before, *after]
 
 
 def _execute(book: Any, path: Path, number: int, clock: Clock) -> tuple[str | None, str | None]:
     """Run a notebook in place; returns the error and the id of the failed cell, or None twice."""
-    code = pages.code_cells(book)
+    code = done.code_cells(book)
     numbers = {id(cell): position for position, cell in enumerate(code, start=1)}
     name = f"[{number + 1}/{len(clock.expected)}] {path.stem}"
     at = 0  # the cell that was started last

@@ -1,7 +1,7 @@
 """The kernels of a report: forks of a process that has imported what notebooks import, so each starts in a second.
 
-They load this module as an IPython extension: figures also come as SVG, tables also as CSV. The page shows the PNG and
-the HTML; the CSV holds all rows and digits, which the HTML rounds.
+They load this module as an IPython extension: figures also come as SVG and with their words, tables also as CSV. The
+page shows the PNG and the HTML; the CSV holds all rows and digits, which the HTML rounds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import pandas as pd
 from ipykernel.kernelapp import IPKernelApp
 from IPython.core.formatters import BaseFormatter
 from jupyter_client.manager import AsyncKernelManager
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pandas.io.formats.style import Styler
 from traitlets import ObjectName, Unicode
 
-from launch.widgets import table_words
+from launch.widgets import blanks
 
+WORDS = "application/x-figure+json"  # of a figure: its title, small print, and what its panels show
 KERNEL_ARGUMENTS = [
     "--InlineBackend.figure_formats=png",
     "--InlineBackend.figure_formats=svg",
@@ -80,10 +83,32 @@ class _CSVFormatter(BaseFormatter):
     print_method = ObjectName("_repr_csv_")  # no object has it: only registered types come as CSV
 
 
+class _WordsFormatter(BaseFormatter):
+    format_type = Unicode(WORDS)
+
+    def __call__(self, shown: Any) -> dict[str, str] | None:
+        """The words of a figure. A type registered for figures would be forgotten when their backend starts."""
+        return words_of(shown) if isinstance(shown, Figure) else None
+
+
+def words_of(figure: Figure) -> dict[str, str]:
+    """The words of a figure for those who do not see it: "title", "small_print" below it, and its "panels"."""
+    title = figure.get_suptitle() or next((axes.get_title() for axes in figure.axes), "")
+    panels = [panel for panel in map(_panel, figure.axes) if panel and panel != title]
+    found = {"title": title, "small_print": figure.get_supxlabel(), "panels": "; ".join(dict.fromkeys(panels))}
+    return {name: " ".join(text.split()) for name, text in found.items()}
+
+
+def _panel(axes: Axes) -> str:
+    title = next(filter(None, (axes.get_title(place) for place in ("center", "left"))), "")
+    return ": ".join(filter(None, [title, " over ".join(filter(None, [axes.get_ylabel(), axes.get_xlabel()]))]))
+
+
 def load_ipython_extension(shell: Any) -> None:
-    """Register the CSV formatter with an IPython shell, and the words of tables."""
-    table_words.install(shell)
-    formatter = _CSVFormatter(parent=shell.display_formatter)
-    formatter.for_type(pd.DataFrame, pd.DataFrame.to_csv)
-    formatter.for_type(Styler, lambda styled: styled.data.to_csv())
-    shell.display_formatter.formatters["text/csv"] = formatter
+    """Register the formatters of tables as CSV and of figures' words with an IPython shell, and those of `launch`."""
+    blanks.register(shell)
+    tables, figures = _CSVFormatter(parent=shell.display_formatter), _WordsFormatter(parent=shell.display_formatter)
+    tables.for_type(pd.DataFrame, pd.DataFrame.to_csv)
+    tables.for_type(Styler, lambda styled: styled.data.to_csv())
+    for formatter in (tables, figures):
+        shell.display_formatter.formatters[formatter.format_type] = formatter

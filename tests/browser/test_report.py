@@ -19,6 +19,10 @@ from vdpp_core.runs.run import Run
 
 FACTS = {"host": "a", "device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
 STEP_S = 0.25
+WIDTHS = (800, 1280)
+BEYOND = """limit => [...document.querySelectorAll("main *")].filter(
+    one => !one.parentElement.closest(".scroll") && one.getBoundingClientRect().right > limit + 1
+).map(one => one.outerHTML.slice(0, 80))"""
 
 
 def write_sweep(folder: Path, write_events: Callable[..., None]) -> None:
@@ -75,13 +79,23 @@ def test_every_picture_of_a_report_is_drawn_without_a_network(chromium: Browser,
         page.goto((reports / "index.html").as_uri())
         page.wait_for_url("**/*-*-*/index.html")  # led on to the latest
         pictures = [widths(page)]
-        for link in page.eval_on_selector_all("td a", "links => links.map(link => link.href)"):
+        assert overflow(page) == {width: [] for width in WIDTHS}
+        for link in page.eval_on_selector_all("h3 a", "links => links.map(link => link.href)"):
             page.goto(link)
             pictures.append(widths(page))
-            assert page.locator(".jp-Notebook").count() == 1
-    index, failed, failed_cell, plots = pictures
-    assert failed == failed_cell == []
-    assert len(index) == len(plots) > 2
+            assert overflow(page) == {width: [] for width in WIDTHS}
+        assert len(page.locator("figure").all()) == len(pictures[-1])
+        assert all(words.strip() for words in page.locator("figcaption b").all_inner_texts())
+        alternatives = page.eval_on_selector_all("img", "images => images.map(image => image.alt)")
+        assert all(len(words) > 20 for words in alternatives)
+        assert not page.get_by_text("import pandas").is_visible()  # code is folded
+        page.locator("summary").first.click()
+        assert page.get_by_text("import pandas").is_visible()
+        assert printed(page) == []
+    index, failed, plots = pictures
+    assert failed == []
+    assert len(index) == 1
+    assert len(plots) > 2
     assert all(width > 0 for width in index + plots)
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
@@ -89,3 +103,20 @@ def test_every_picture_of_a_report_is_drawn_without_a_network(chromium: Browser,
 def widths(page: Page) -> list[int]:
     page.wait_for_load_state("load")
     return page.eval_on_selector_all("img", "images => images.map(image => image.naturalWidth)")
+
+
+def overflow(page: Page) -> dict[int, list[str]]:
+    """For each width of the window: what reaches beyond it, other than inside a box that scrolls."""
+    found = {}
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        found[width] = page.evaluate(BEYOND, width)
+    return found
+
+
+def printed(page: Page) -> list[str]:
+    """Cells of tables that reach beyond a sheet of A4, which does not scroll."""
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 1031, "height": 700})  # 297 mm less the margins
+    cells = "limit => [...document.querySelectorAll('td, th')].filter(one => one.getBoundingClientRect().right > limit)"
+    return page.evaluate(f"{cells}.map(one => one.innerText)", 1031)

@@ -58,6 +58,7 @@ def test_frames_are_those_of_the_official_pipeline(name, folders, on_one_thread)
         "equal_latents": config.num_samples,
         "equal_frames": config.num_samples,
         "max_latent_difference": 0,
+        "relative_latent_difference": 0,
         "max_frame_difference": 0,
     }
     cpu, sample = torch.device("cpu"), config.num_samples - 1  # and once more, from the latents of the run

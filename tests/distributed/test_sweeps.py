@@ -67,7 +67,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path):
         launch.start(SHORT.replace(device="cuda:77", output_dir=tmp_path / "a"))
     with pytest.raises(ConfigError, match=r"^repeats 0"):
         launch.sweep([SHORT], repeats=0, root=tmp_path)
-    with pytest.raises(ConfigError, match=r"^run_id nowhere"):
+    with pytest.raises(ConfigError, match=r"^No run 'nowhere' in "):
         launch.attach("nowhere", root=tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -78,6 +78,10 @@ def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert [row["layout"] for row in rows] == ["1 rank", "cfg 2", "pp 2", "dp 2"]
+    assert [row["steps_per_gpu"] for row in rows] == [4, 4, 2, 4]
+    assert [row["scaling"] for row in rows] == pytest.approx(
+        [row["samples_per_s"] / rows[0]["samples_per_s"] for row in rows]
+    )
     assert {row["outcome"] for row in rows} == {"ok"}
     results = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/result.json")]
     assert len({threads for result in results for threads in result["threads_per_rank"]}) == 1
@@ -98,7 +102,7 @@ def test_a_sweep_from_a_terminal_prints_its_table(tmp_path: Path):
         (["start", "--nproc", "0", "simulate"], "--nproc 0"),
         (["start", "--nproc", "4", "simulate", "--fsdp", "--dp", "3"], "--dp 3"),
         (["start", "--nproc", "2", "simulate", "--total-steps", "1"], "--nproc 2"),
-        (["status", "nowhere"], "RUN nowhere"),
+        (["status", "nowhere"], "No run 'nowhere' in runs/; `python -m launch status` lists them"),
         (["start", "simulate", "--num-samples", "0"], "--num-samples 0"),
     ],
 )

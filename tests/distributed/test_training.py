@@ -86,15 +86,20 @@ def left(job):
 
 
 def test_a_killed_rank_ends_the_job_which_keeps_what_is_finished(here, wait_until):
-    job = training.start([Experiment("DDP", ranks=2, batch=2, steps=2), Experiment("FULL_SHARD", ranks=2, steps=1000)])
-    wait_until(lambda: job.progress()["finished"] == 1 and job.progress()["ranks"], 120)
-    assert [bar in training.page(job) for bar in ("1 of 2 experiments", "rank 1")] == [True, True]
+    done = [  # the second one's mesh of tensor parallelism equals the first one's, whose groups are gone
+        Experiment("TP × FSDP", "small", ranks=4, steps=1),
+        Experiment("PP × TP × FSDP", "small", ranks=4, steps=1, micro_batches=2),
+    ]
+    job = training.start([*done, Experiment("FULL_SHARD", ranks=2, steps=1000)])
+    wait_until(lambda: (job.progress()["finished"] == 2 and job.progress()["ranks"]) or job.failure(), 120)
+    assert job.failure() is None
+    assert [bar in training.page(job) for bar in ("2 of 3 experiments", "rank 1")] == [True, True]
     victim = next(event for event in left(job) if event["rank"] == 1)
     os.kill(victim["pid"], signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"^experiment 1 \(FULL_SHARD, .*\), rank 1: ended without a word"):
+    with pytest.raises(RuntimeError, match=r"^experiment 2 \(FULL_SHARD, .*\), rank 1: ended without a word"):
         job.wait(60)
     assert job.outcome() == "failed"
-    assert [result["experiment"]["technique"] for result in job.results()] == ["DDP"]
+    assert [result["experiment"]["technique"] for result in job.results()] == [one.technique for one in done]
     wait_until(lambda: not left(job), 20)
     assert training.attach(job.job_id).table()["weights_difference"].max() <= 1e-6
 

@@ -14,7 +14,7 @@ import pytest
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
-from launch.report import pages
+from launch.report import done, pages
 from tests.browser.lab import CHROMIUM, NEEDED, Lab
 from tests.conftest import write_run
 from vdpp_core import Parallel, RunConfig
@@ -201,11 +201,19 @@ def texts(book: Any) -> str:
     return "\n".join(out.get("text", "") + out.get("data", {}).get("text/html", "") for out in outputs)
 
 
+def page_of(book: Any, folder: Path) -> str:
+    """The page of an executed notebook, its files in a folder."""
+    pages.save_outputs(book, "notebook", folder)
+    return pages.render(book, "notebook")
+
+
 def assert_renders(book: Any, name: str, folder: Path) -> None:
-    """To a page that needs no network, with all of its figures."""
-    figures, _ = pages.save_outputs(book, name, folder)
+    """To a page that needs no network, with all of its figures, each with its words, and a conclusion with a number."""
+    figures = pages.save_outputs(book, name, folder)
     assert set(pages.tagged_figures(book)) == FIGURES[name]
-    assert FIGURES[name] <= {Path(files[0]).stem for files in figures}
+    assert FIGURES[name] <= {figure.name for figure in figures}
+    assert [figure.main for figure in figures].count(True) == 1
+    assert re.search(r"\d", done.conclusion_of(book))
     page = pages.render(book, name)
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//[^"' >]+""", page)
     assert "VBox(" not in page

@@ -12,11 +12,12 @@ from urllib.parse import unquote
 import nbformat
 import pandas as pd
 import pytest
+from PIL import Image
 
 from launch.__main__ import main
 from launch.report import parameters
+from launch.report.done import Done
 from launch.report.execute import PROJECT, report
-from launch.report.pages import Done
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs import runfolder
@@ -24,10 +25,14 @@ from vdpp_core.runs import runfolder
 FIGURE = """
 import matplotlib.pyplot as plt
 figure, axes = plt.subplots()
-axes.set_title(f"run {RUN}, {TOTAL_STEPS}")
+axes.set_title("one panel")
+axes.set_xlabel("steps")
+figure.suptitle(f"run {RUN}: {TOTAL_STEPS} < 15")
+figure.supxlabel("on a machine")
 plt.close(figure)
 figure
 """
+CONCLUSION = "print(f'{TOTAL_STEPS}\\nsteps <were> enough')"
 TABLE = "import pandas as pd\npd.DataFrame({'third': [TOTAL_STEPS / 3] * 100}).rename_axis('row')"
 STYLED = "pd.DataFrame({'x': [1 / 3]}).style.format('{:.1f}')"
 MAKES_A_RUN = """
@@ -39,12 +44,15 @@ runfolder.create(RunConfig(parallel=Parallel(dp=2), total_steps=TOTAL_STEPS)).na
 
 def write(folder: Path, name: str, *sources: str, parameters: str = "TOTAL_STEPS = 28", figure: str = "") -> None:
     """A notebook of a title, a cell of parameters, and cells; those that draw are tagged."""
-    cells = [nbformat.v4.new_markdown_cell(f"# {name} & co"), nbformat.v4.new_code_cell(parameters)]
+    title = f"# {name} & co\n\n![the panel](../figures/panel.png)"
+    cells = [nbformat.v4.new_markdown_cell(title), nbformat.v4.new_code_cell(parameters)]
     cells[1].metadata["tags"] = ["parameters"]
     for source in sources:
         cells.append(nbformat.v4.new_code_cell(source))
         if source == FIGURE:
             cells[-1].metadata["tags"] = [f"figure:{figure}"]
+        if source == CONCLUSION:
+            cells[-1].metadata["tags"] = ["conclusion"]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / f"{name}.ipynb")
 
 
@@ -54,11 +62,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("report")
     notebooks = place / "notebooks"
     notebooks.mkdir()
+    (place / "figures").mkdir()
+    Image.new("L", (1, 1)).save(place / "figures" / "panel.png")
     config = RunConfig(parallel=Parallel(pp=2), total_steps=9, output_dir=notebooks / "runs" / "earlier-run")
     runfolder.create(config)
     runfolder.create(config.replace(output_dir=notebooks / "runs" / "another"))
     given = 'TOTAL_STEPS = 28\nRUN = "none"\nSHAPE = [1, 4]\nGIB = 2.0'
-    write(notebooks, "01_draws", FIGURE, TABLE, STYLED, MAKES_A_RUN, FIGURE, parameters=given, figure="drawn")
+    sources = (FIGURE, TABLE, STYLED, MAKES_A_RUN, FIGURE, CONCLUSION)
+    write(notebooks, "01_draws", *sources, parameters=given, figure="drawn")
     write(notebooks, "02_fails", "1 + 1", "raise ValueError('no <luck>')", "2 + 2")
     write(notebooks, "03_ends", "import os\nos._exit(1)")
     return place
@@ -83,7 +94,7 @@ def test_parameters_arrive_where_they_are_known(made: list[Done], folder: Path):
         {"TOTAL_STEPS": 14},
     ]
     assert "TOTAL_STEPS = 14" in unescape(re.sub("<.*?>", "", (folder / "01_draws.html").read_text()))
-    assert "TOTAL_STEPS = 14, RUN = &#x27;earlier-run&#x27;" in (folder / "index.html").read_text()
+    assert "TOTAL_STEPS = 14, RUN = &#39;earlier-run&#39;" in (folder / "index.html").read_text()
 
 
 def test_tables_are_files_of_all_their_rows_and_digits(folder: Path):
@@ -98,8 +109,38 @@ def test_figures_are_files_and_the_page_has_each_once(folder: Path):
     assert (folder / "figures" / "drawn.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "figures" / "drawn.svg").read_text()
     page = (folder / "01_draws.html").read_text()
-    assert page.count("data:image/png;base64,") - page.count("url(data:image/png") == 2
-    assert "run earlier-run, 14" not in page  # what an SVG would say
+    assert page.count("data:image/png;base64,") == 2 + 1  # that of the text
+    assert "<svg" not in page
+
+
+def test_each_figure_has_its_words_and_a_picture_of_a_text_is_in_the_page(folder: Path):
+    for file in ("01_draws.html", "index.html"):
+        first, *_ = re.findall(r'<img[^>]*alt="(run[^"]*)"', (folder / file).read_text())
+        assert first == "run earlier-run: 14 &lt; 15. It shows one panel: steps"
+    page = (folder / "01_draws.html").read_text()
+    captions = re.findall(r"<b>Figure (\d)\. run earlier-run: 14 &lt; 15</b>\s*<span[^>]*>on a machine</span>", page)
+    assert captions == ["1", "2"]
+    assert re.search(r'<img alt="the panel" src="data:image/png;base64,', page)
+
+
+def test_the_index_has_the_conclusions_and_where_the_time_went(made: list[Done], folder: Path):
+    index = (folder / "index.html").read_text()
+    assert "<p>14 steps &lt;were&gt; enough</p>" in index
+    assert index.count('class="thumbnail"') == 1  # a picture of each notebook that draws
+    assert [len(book.cells) for book in made] == [7, 3, 1]  # those that ended, if only with an error
+    drawn = made[0]
+    assert 0 < sum(cell.seconds for cell in drawn.cells) < drawn.seconds
+    rows = re.findall(r"<td>(\d+)</td>\n<td>(\d+)&nbsp;%</td>", index)
+    assert [int(seconds) for seconds, _ in rows] == [round(book.seconds) for book in made]
+    assert 98 <= sum(int(share) for _, share in rows) <= 102
+
+
+def test_pages_lead_to_the_contents_and_to_their_neighbours_and_fold_code(folder: Path):
+    page = (folder / "02_fails.html").read_text()
+    for relation, address in (("contents", "index"), ("prev", "01_draws"), ("next", "03_ends")):
+        assert len(re.findall(rf'href="{address}.html" rel="{relation}"', page)) == 2  # above and below
+    assert page.count("<summary>Code of cell") == page.count("<details>") - 1 == 4  # and the parameters of this report
+    assert "no &lt;luck&gt;" in re.sub("<details>.*?</details>", "", page, flags=re.DOTALL)
 
 
 def test_what_fails_is_named_with_its_cell_and_the_others_are_made(made: list[Done], folder: Path):

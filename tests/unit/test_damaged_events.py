@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import launch.__main__
-from launch import progress
 from tests.unit.inputs import json_like
 from vdpp_core import Parallel, RunConfig
-from vdpp_core.runs import machine, results, runfolder
+from vdpp_core.runs import machine, progress, results, runfolder
 from vdpp_core.runs.run import Run
 
 KINDS = ["start", "loaded", "predicted", "warm", "clock", "take", "step", "send", "sample", "pad", "done", "error"]

@@ -276,17 +276,19 @@ def test_a_rank_counts_those_of_others_at_both_ends_and_now_and_then(monkeypatch
     t, seen = 1000.0, [1, 0, 4, 2]
     monkeypatch.setattr(disturbed.time, "monotonic", lambda: t)
     monkeypatch.setattr(other_runs, "in_the_way", lambda *_: seen.pop(0))
-    around = disturbed.Surroundings(resolve(RunConfig(), local_ranks=2), counts=True)
+    shares = [0.1, 0.5, None, 0.7]
+    around = disturbed.Surroundings(resolve(RunConfig(), local_ranks=2), True, lambda: shares.pop(0))
     around.look()  # the clock has not started
-    assert around.begin()["other_ranks"] == 1
+    assert around.begin() | {"asleep_s": 0} == {"asleep_s": 0, "other_ranks": 1, "device_use": None}
     around.look()
     assert len(seen) == 3
     for _ in range(2):
         t += disturbed.COUNT_EVERY_S + 1
         around.look()
-    assert around.so_far()["other_ranks"] == 4
+    ended = around.so_far()
+    assert (ended["other_ranks"], ended["device_use"]) == (4, pytest.approx(0.6))
     assert seen == []
-    another = disturbed.Surroundings(resolve(RunConfig(), local_ranks=2), counts=False)
+    another = disturbed.Surroundings(resolve(RunConfig(), local_ranks=2), False, lambda: None)
     assert another.begin()["other_ranks"] is None
 
 

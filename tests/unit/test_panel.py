@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 import launch
 import launch.__main__
-from launch.widgets import table_words
 from launch.widgets.controls import EXPLAINED, Controls
 from launch.widgets.panel import Panel, Worker
 from launch.widgets.predictions import Predictions
@@ -262,18 +259,3 @@ def test_config_errors_name_the_parameter():
     controls.of["height"].value = 100
     with pytest.raises(ConfigError, match="height 100: must be a multiple of 8"):
         controls.config()
-
-
-def test_tables_have_words_for_what_is_missing_or_infinite():
-    table = pd.DataFrame({"a": [1.5, None], "b": [float("inf"), 2.0], "c": pd.Series([1, None], dtype="Int64")})
-    html = str(table_words.as_html(table.assign(reason=["because " * 20, None])))
-    assert re.findall(r"<td[^>]*>(.*)</td>", html) == [
-        "1.5",
-        "no limit",
-        "1",
-        ("because " * 20).strip(),
-        "–",
-        "2.0",
-        "–",
-        "–",
-    ]

@@ -19,6 +19,7 @@ import launch.__main__
 import vdpp_core
 import vdpp_core.__main__
 from vdpp_core import RunConfig
+from vdpp_core.cli import old_names
 from vdpp_core.engine import worker
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +180,8 @@ def unknown_flags(text):
     helps += [help_of("launch", "start", name) for name in RUN_COMMANDS]
     known = set().union(*(flags(each) for each in helps if each))
     used = {word for span in spans(markdown(text)) if span.startswith("--") for word in span.split()}
-    return sorted(word for word in used - known - {"--help"} if word.startswith("--"))
+    known |= {"--help", *old_names.FLAGS}  # docs/benchmark.md says what they are now
+    return sorted(word for word in used - known if word.startswith("--"))
 
 
 def names_in(text):

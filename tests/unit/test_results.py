@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 import launch
-from launch import progress
 from launch.widgets import watch
 from tests.unit.inputs import as_event
 from vdpp_core import Parallel, RunConfig
@@ -19,7 +18,7 @@ from vdpp_core.cli import show
 from vdpp_core.compare import tables
 from vdpp_core.predict import prediction, schedule
 from vdpp_core.runs import event_types as kinds
-from vdpp_core.runs import failure, processes, results, runfolder
+from vdpp_core.runs import failure, processes, progress, results, runfolder
 from vdpp_core.runs.run import Run
 
 FACTS = {"device": "cpu", "dtype": "float32", "backend": "gloo", "threads": 1}
@@ -444,6 +443,8 @@ def test_a_run_that_makes_videos(folder, write_events):
     ]
     result = results.summarise(Run(folder))
     assert (result["videos_written"], result["decode_s"], result["official"]) == (1, [0.7], None)
+    write_events(folder, 0, *start(0), *RANK_0, *decoding, (111.0, "comparing", {"sample": 2, "step": 0}))
+    assert progress.progress(Run(folder))["phase"] == "comparing"
     write_events(folder, 0, *start(0), *RANK_0, *decoding, (111.0, "error", {"error": "FloatingPointError: black"}))
     failure = {"rank": 0, "sample": 2, "step": None, "cause": "FloatingPointError: black"}
     assert first_cause(folder, {}) == failure

@@ -18,7 +18,8 @@ import torch
 from jupyter_server.serverapp import ServerApp
 
 import launch
-from launch.report import pages
+from launch.report import index, pages
+from launch.report.done import CellTime, Done, Shown
 from vdpp_core import ConfigError, Parallel, RunConfig
 from vdpp_core.__main__ import main
 from vdpp_core.config.errors import redacted
@@ -254,13 +255,14 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-@pytest.mark.parametrize("name", ["../outside", "inside/../../outside", "link", ".", "..", "", "inside/"])
+@pytest.mark.parametrize("name", ["../outside", "inside/../../outside", "link", ".", "..", ""])
 def test_a_run_is_one_of_the_runs(name, runs):
     for wrong in (name, str(runs.parent / "outside")):
-        with pytest.raises(ConfigError, match=r"^run_id .*must be"):
+        with pytest.raises(ConfigError, match=r"^No run '.*' in "):
             launch.attach(wrong, root=runs)
     assert [run.run_id for run in launch.jobs(runs)] == ["inside"]
-    assert launch.attach("inside", root=runs).folder == runs / "inside"
+    for typed in ("inside", "inside/", "runs/inside", str(runs / "inside")):  # as a shell completes it
+        assert launch.attach(typed, root=runs).folder == runs / "inside"
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc", "link"])
@@ -282,9 +284,11 @@ def test_a_model_does_not_name_a_run_as_it_likes():
 
 def report_of(name: str, folder: Path) -> str:
     """The index of a report where everything is called so."""
-    done = pages.Done(Path(f"{name.replace('/', '')}.ipynb"), name, {name: name}, 1.0, name, name, [[name]], [name])
-    done.runs = [{"run": name, "layout": name, "outcome": name, "used by": name, "config": name}]
-    return pages.write_index(folder, [done]).read_text()
+    figures, cells = [Shown(name, [name], {"title": name}, main=True)], [CellTime(1, name, name, 9.0)]
+    path = Path(f"{name.replace('/', '')}.ipynb")
+    failed, ended = (Done(path, name, {name: name}, 9.0, error, name, name, figures, cells) for error in (name, None))
+    failed.runs = [{"run": name, "layout": name, "outcome": name, "by this notebook": name, "config": name}]
+    return index.write(folder, [failed, ended]).read_text()
 
 
 def test_names_are_no_html(tmp_path):

@@ -7,9 +7,11 @@ import contextlib
 import gc
 import io
 import math
+import os
 import re
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -173,6 +175,19 @@ def begin() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """End without a word, with 141 as a shell counts it, where whoever reads stdout has enough, as `head` has."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def imported() -> None:

@@ -8,6 +8,7 @@ prevents that. Users who call torchrun themselves, or need several machines, get
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -71,6 +72,7 @@ rendezvous_handler_registry.register(BACKEND, _create)
 
 def main() -> None:
     """Start the ranks and wait for them; exits with 128 + its number after a signal, as Ctrl-C is."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would do the same, with six lines about it
     try:
         run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={ADDRESS}", *sys.argv[1:]])
     except SignalException as signalled:  # the ranks received it, too

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from vdpp_core.cli import arguments
+from vdpp_core.cli import arguments, old_names
 from vdpp_core.cli.peers import Peers
 from vdpp_core.cli.predict import Memory, Plan
 from vdpp_core.cli.run import NewRun, Run
@@ -24,7 +24,12 @@ parse = partial(arguments.parse, COMMANDS, prog=PROG, purpose=PURPOSE)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with 2 after bad input, with 1 after a failure, with 130 after Ctrl-C."""
     arguments.begin()
-    words = sys.argv[1:] if argv is None else list(argv)
+    with arguments.readers_may_leave():
+        _run(sys.argv[1:] if argv is None else list(argv))
+
+
+def _run(words: Sequence[str]) -> None:
+    old_names.answer(words)
     command, ranks = parse(words), Ranks.from_environment()
     try:
         command(ranks, words)

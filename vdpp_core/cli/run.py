@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
-from vdpp_core.cli import arguments, show
+from vdpp_core.cli import arguments, progress_bar, show
 from vdpp_core.cli.arguments import N, RunCommand, shown
 from vdpp_core.config.errors import ConfigError, redacted
 from vdpp_core.config.layout import Parallel
@@ -23,7 +24,7 @@ from vdpp_core.engine.memory_limit import OutOfMemoryError
 from vdpp_core.parallel.rendezvous import Ranks, agree
 from vdpp_core.predict import cores_and_disk, memory, prediction
 from vdpp_core.predict.schedule import run_times
-from vdpp_core.runs import events, runfolder
+from vdpp_core.runs import events, processes, runfolder
 from vdpp_core.runs.run import Run as RunRead
 
 
@@ -64,8 +65,8 @@ class Run:
     def __call__(self, ranks: Ranks, _: Sequence[str]) -> None:
         folders = [Path(name) for name in self.folder]
         _each_once(folders)
-        for folder in [_prepared(folder, ranks) for folder in folders]:
-            carry_out(partial(_execute, folder, ranks), ranks, folder)
+        for number, folder in enumerate([_prepared(folder, ranks) for folder in folders]):
+            carry_out(partial(_execute, folder, ranks, first=number == 0), ranks, folder)
 
 
 def how_many(world_size: str | None, ranks: Ranks, alone: int) -> tuple[int, int]:
@@ -146,20 +147,34 @@ def _not_run_before(folder: Path) -> str:
 
 
 def _record_and_execute(folder: Path, ranks: Ranks) -> None:
-    if ranks.rank == 0:
-        prediction.record(folder)
-    _execute(folder, ranks)
+    with _followed(folder, ranks):
+        if ranks.rank == 0:
+            prediction.record(folder)
+        _execute(folder, ranks)
 
 
-def _execute(folder: Path, ranks: Ranks) -> None:
+def _followed(folder: Path, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+    return progress_bar.of_run(folder) if ranks.rank == 0 else contextlib.nullcontext()
+
+
+def _execute(folder: Path, ranks: Ranks, first: bool = True) -> None:
+    """Do a run, the `first` of this process or a later one."""
     from vdpp_core.engine import worker  # takes seconds to import: after the arguments were checked
     from vdpp_core.runs.results import settle
 
     run = RunRead(folder)
     keep_freed_memory(run.config.memory_limit_gib is None)
     try:
-        worker.execute(run, ranks, predict_times=run_times)
+        before = _startup(ranks) if first else {}
+        worker.execute(run, ranks, predict_times=run_times, before=before)
     except BaseException:
         if not run.launcher_alive():
             settle(run, again=True, predict_times=run_times)
         raise
+
+
+def _startup(ranks: Ranks) -> dict[str, float]:
+    """How long its launcher took to start this process, and this process to import and check, for its start event."""
+    own = processes.age_s(os.getpid())
+    launch = processes.age_s(os.getppid()) - own if ranks.under_torchrun else 0.0
+    return {"launch_s": launch, "import_s": own}

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from vdpp_core.cli import arguments
+from vdpp_core.compare.official import in_words
 from vdpp_core.config import RunConfig
 from vdpp_core.models.images import how_it_fits
 from vdpp_core.runs import machine
@@ -30,12 +33,23 @@ def run(folder: Path, as_json: bool) -> None:
             print(line)
     for name, value in (_summary(result) | _videos(result, config)).items():
         print(f"  {name:34} {value}")
+    print("where the time went (s, rank by rank)", *_time_spent(result), sep="\n")
     print(f"run folder: {folder}")
+    if config.profile:
+        print(f"profile: {folder / 'profile'}; python -m launch trace {folder.name} draws it")
     arguments.warn(f"disturbed: {line}" for line in result.get("disturbed") or [])
 
 
+def _time_spent(result: dict[str, Any]) -> list[str]:
+    """A line for each rank, without the parts that took no time anywhere."""
+    table = pd.DataFrame(result["time_s_per_rank"]).rename_axis("rank").reset_index()
+    table.insert(len(table.columns) - 1, "(cold step)", result["cold_step_s_per_rank"])
+    table = table.loc[:, (table > 0.005).any() | (table.columns == "rank")].rename(columns={"warm_up": "warm-up"})
+    return ["  " + line for line in table.to_string(index=False, float_format="{:.2f}".format, na_rep="–").split("\n")]
+
+
 def _assignment(config: RunConfig) -> list[str]:
-    """The steps of each rank in the order of execution, and counted down as in the user's documents."""
+    """The steps of each rank in the order of execution, and counted down as in the documents."""
     lines = []
     layout = config.layout
     for rank in range(layout.world_size):
@@ -100,13 +114,9 @@ def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
         "decoding time of each sample (s)": _listed(result["decode_s"], 2),
     }
     if official := result["official"]:
-        note = "; diffusers decodes in fp16, this package in fp32" if result["dtype"] == "float16" else ""
-        lines["equal to the official pipeline"] = (
-            f"latents {official['equal_latents']} of {official['samples']}, "
-            f"frames {official['equal_frames']} of {official['samples']}; "
-            f"largest difference {official['max_latent_difference']:.2g} in latents, "
-            f"{official['max_frame_difference']} of 255 in frames{note}"
-        )
+        lines |= in_words(official)
+        if result["dtype"] == "float16":
+            lines["frames"] += "; diffusers decodes in fp16, this package in fp32"
         if official["max_batch_difference"] is not None:
             lines["batches"] = (
                 "each video was decoded alone; the official pipeline's decoding chunks cross from one video of a batch "

@@ -39,6 +39,7 @@ def table(runs: Sequence[Path | Run]) -> pd.DataFrame:
                 "run_id": result["run_id"],
                 "layout": str(config.layout),
                 "ranks": result["world_size"],
+                "steps_per_gpu": result["steps_per_gpu"],
                 **config.layout.sizes,
                 "fsdp": config.layout.fsdp,
                 "model": config.model_id or config.model,
@@ -75,6 +76,53 @@ def _times(numbers: dict[str, Any]) -> dict[str, float]:
 def _largest_handoff(numbers: dict[str, Any]) -> float:
     """In MB (1e6 bytes); NaN without one."""
     return max((size / 1e6 for size in numbers.get("handoff_bytes_per_rank") or [] if size), default=nan)
+
+
+def scaling(table: pd.DataFrame) -> pd.Series:
+    """`samples_per_s` of each run of a sweep over that of the configuration with the fewest ranks (of several, the
+    first) in the same repeat; NaN where one of them has no times."""
+    first = table.sort_values(["ranks", "config"], kind="stable")["config"].iloc[0]
+    base = table[table["config"] == first].set_index("repeat")["samples_per_s"]
+    return table["samples_per_s"] / table["repeat"].map(base)
+
+
+def by_layout_in_words(table: pd.DataFrame) -> list[str]:
+    """A sweep's table for a terminal: a line for each configuration, with medians over its repeats."""
+    if "config" not in table or table.empty:
+        return ["no run has ended"]
+    columns = {
+        "ranks": ("ranks", "d"),
+        "steps_per_gpu": ("steps/GPU", "d"),
+        "first_sample_time_s": ("first", ".3f"),
+        "latency_s": ("latency", ".3f"),
+        "makespan_s": ("makespan", ".3f"),
+        "predicted_makespan_s": ("predicted", ".3f"),
+        "samples_per_s": ("samples/s", ".4f"),
+        "scaling": ("scaling", ".2f"),
+        "max_peak_memory_gb": ("peak", ".3f"),
+    }
+    grouped = table.groupby("config", sort=True)
+    medians, shown = grouped[list(columns)].median(), {"layout": grouped["layout"].first()}
+    for name, (heading, digits) in columns.items():
+        kind: type = int if digits == "d" else float
+        shown[heading] = medians[name].map(lambda value, d=digits, k=kind: "" if pd.isna(value) else f"{k(value):{d}}")
+    if (table["outcome"] != "ok").any():
+        shown["ended"] = grouped["outcome"].agg(_endings)
+    lines = pd.DataFrame(shown).to_string(index=False).splitlines()
+    base = table.sort_values(["ranks", "config"], kind="stable")["layout"].iloc[0]
+    lines.append("first sample, latency, makespan measured and predicted: seconds; peak memory of a rank: GB")
+    lines.append(f"samples/s: samples / makespan, fill included; scaling: samples/s over that of {base}")
+    if (repeats := table["repeat"].nunique()) > 1:
+        lines.append(f"medians of {repeats} repeats")
+    disturbed = table[table["disturbed"].notna()]
+    lines += [f"disturbed: {run}: {why}" for run, why in zip(disturbed["run_id"], disturbed["disturbed"], strict=True)]
+    return lines
+
+
+def _endings(outcomes: pd.Series) -> str:
+    """How the repeats of a configuration ended."""
+    counts = outcomes.value_counts()
+    return str(counts.index[0]) if len(counts) == 1 else ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def source(runs: Sequence[Path | Run]) -> str:

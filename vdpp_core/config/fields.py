@@ -210,7 +210,7 @@ class Memory(Frozen):
     enable_memory_opt: bool = Field(default=False, description="sequential guidance and forward chunking")
     attention_slicing: bool = Field(default=False, description="explains why there is none, and what to use instead")
     fsdp_same_sample: bool = Field(
-        default=False, description="all ranks of a shard group compute the same sample, as in the user's documents"
+        default=False, description="all ranks of a shard group compute the same sample, as in the published runs"
     )
     fsdp_cpu_offload: bool = Field(default=False, description="keep the shards in host memory (CUDA)")
     swap: Literal["host", "disk"] | None = Field(
@@ -261,3 +261,6 @@ class Output(Frozen):
     )
     output_dir: Path | None = Field(default=None, description="the run folder itself; default: a new one under runs/")
     save_latents: bool = Field(default=False, description="write latents/sample-NNN.safetensors as samples finish")
+    profile: bool = Field(
+        default=False, description="trace two more steps of each rank with torch.profiler, after the last sample"
+    )

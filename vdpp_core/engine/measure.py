@@ -29,6 +29,19 @@ def keep_freed_memory(keep: bool) -> None:
         library.mallopt(_M_MMAP_THRESHOLD, _MOST_FOR_MMAP if keep else 2**16)
 
 
+def device_use(device: torch.device) -> float | None:
+    """The share of the last moment (NVML's own period, up to a second) in which a CUDA GPU computed, 0 to 1.
+
+    None on other devices, without the package nvidia-ml-py, and where NVML does not say, as for a slice of a GPU.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # of the package, which may be missing, or the driver: only this number is lost
+        return None
+
+
 class Stopwatch:
     """Measures the seconds of one span of work: with CUDA events on CUDA, with the wall clock elsewhere.
 

@@ -67,9 +67,11 @@ class Maker:
         except FloatingPointError as error:
             raise FloatingPointError(f"sample {sample}: {error}") from None
         image = _as_seen(config.of_sample(sample), made)
+        decoded = time.perf_counter()
         for name, frames in zip(video_names(config, sample), made, strict=True):
             media.save_video(self.folder / "videos", name, frames, image, config.fps)
-        self.log.write("video", sample, seconds=time.perf_counter() - started)
+        written = time.perf_counter()
+        self.log.write("video", sample, seconds=written - started, write_s=written - decoded)
         if config.compare_official:
             self.made[sample] = latents, made
 
@@ -168,7 +170,8 @@ class Official:
             return self.pipeline(**given, generator=generator, **arguments).frames
 
     def compare(self, sample: int, latents: Tensor, frames: Frames, step_done: Callable[[int], None]) -> dict[str, Any]:
-        """Compare a sample's latents and frames with the official ones: equality and largest difference.
+        """Compare a sample's latents and frames with the official ones: equality and largest difference, of latents
+        also relative to the largest official magnitude.
 
         The videos of a batch are compared with what the official pipeline decodes from each alone.
         `max_batch_difference` is how far that is from decoding the whole batch, where a chunk may mix two videos.
@@ -178,10 +181,12 @@ class Official:
         if len(together) > 1 and self.config.is_svd:
             official_frames = self._one_by_one(official_latents)
             facts = {"max_batch_difference": _grey_levels(official_frames, together)}
+        difference = (latents - official_latents).abs().max()
         return facts | {
             "equal_latents": torch.equal(latents, official_latents),
             "equal_frames": bool(np.array_equal(frames, official_frames)),
-            "max_latent_difference": (latents - official_latents).abs().max().item(),
+            "max_latent_difference": difference.item(),
+            "relative_latent_difference": (difference / official_latents.abs().max()).item(),
             "max_frame_difference": _grey_levels(frames, official_frames),
         }
 

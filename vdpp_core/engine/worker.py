@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from vdpp_core.config import RunConfig
 from vdpp_core.config.execution import Execution, resolve
-from vdpp_core.engine import collect_files, preflight
+from vdpp_core.engine import collect_files, preflight, profiling
 from vdpp_core.engine.exchange import Exchange
-from vdpp_core.engine.measure import MemoryMeter, Stopwatch
+from vdpp_core.engine.measure import MemoryMeter, Stopwatch, device_use
 from vdpp_core.engine.memory_limit import Device, OutOfMemoryError
 from vdpp_core.engine.rank_monitor import RankMonitor
 from vdpp_core.engine.swapping import Swap
@@ -32,11 +31,12 @@ from vdpp_core.parallel import fsdp, guidance, loading
 from vdpp_core.parallel.group import Collectives
 from vdpp_core.parallel.parallelize import parallelize, sent
 from vdpp_core.parallel.rendezvous import Ranks, agree
-from vdpp_core.parallel.world import LostRankError, World, joined
+from vdpp_core.parallel.world import LostRankError, World, device_of, joined
 from vdpp_core.runs import origin, processes, results, runfolder
 from vdpp_core.runs.disturbed import Surroundings
 from vdpp_core.runs.events import EventLog
 from vdpp_core.runs.files import FullDiskError
+from vdpp_core.runs.profiles import STEPS
 from vdpp_core.runs.run import Run
 
 if TYPE_CHECKING:
@@ -73,23 +73,32 @@ def run(config: RunConfig, predict_times: results.PredictTimes | None = None) ->
     return folder
 
 
-def execute(run: Run, ranks: Ranks, monitored: bool = True, predict_times: results.PredictTimes | None = None) -> None:
+def execute(
+    run: Run,
+    ranks: Ranks,
+    monitored: bool = True,
+    predict_times: results.PredictTimes | None = None,
+    before: dict[str, Any] | None = None,
+) -> None:
     """Do this rank's part of a run. Rank 0 writes result.json at the end.
 
     Args:
         monitored: watch for signals, a lost launcher and stalled ranks, and end this process when one occurs.
         predict_times: predicts the run's times from its warm-up; see `results.settle`.
+        before: what this process spent before, `launch_s` and `import_s` of the start event.
     """
-    config = run.config
+    config, began = run.config, time.perf_counter()
     execution = resolve(config, ranks.local_world_size)
-    surroundings = Surroundings(execution, counts=ranks.local_rank == 0)
+    use = partial(device_use, device_of(execution, ranks.local_rank))
+    surroundings = Surroundings(execution, ranks.local_rank == 0, use)
     with (
         EventLog(run.folder, ranks.rank) as log,
         RankMonitor(run, log, surroundings, ranks.under_torchrun) if monitored else nullcontext(),
     ):
         try:
             with joined(config.layout, execution, ranks, run.id) as world:
-                _Rank(run, execution, ranks, world, log, surroundings).work()
+                known = (before or {}) | {"join_s": time.perf_counter() - began}
+                _Rank(run, execution, ranks, world, log, surroundings, known).work()
                 world.barrier()
                 collect_files.finish(run, ranks, log, predict_times)
         except BaseException as error:
@@ -117,6 +126,7 @@ class _Rank:
     world: World
     log: EventLog
     surroundings: Surroundings
+    before: dict[str, Any]  # facts of the start event
 
     def __post_init__(self) -> None:
         config, world, self.todo = self.run.config, self.world, self.run.work
@@ -151,6 +161,7 @@ class _Rank:
             backend=dist.get_backend(),
             threads=self.execution.threads,
             steps=[self.steps.start, self.steps.stop],
+            **self.before,
         )
 
     def work(self) -> None:
@@ -187,6 +198,9 @@ class _Rank:
         if self.busy:
             self._denoise(self.samples, self.padding, self._finish)
         facts: dict[str, Any] = {"memory": self.meter.peak(), **self.surroundings.so_far()}
+        if self.config.profile:
+            self.phase = "profiling"
+            self._profile()
         if self.config.command == "generate":
             self.phase = "decoding"
             self._make_videos()
@@ -204,7 +218,9 @@ class _Rank:
             # some 15 MB of Python objects of FSDP are no memory of the model
             self.denoisers = load(device=world.device, only=names, structured=self.meter.set_baseline)
         self.stage = Stage.around(config, dict(self.denoisers), *given, self.stopwatch)
+        began = time.perf_counter()
         self._encode()
+        encode_s = time.perf_counter() - began
         self.passes = Passes(1, 1)
         if config.layout.cfg > 1 or config.sequential:
             self.passes = self.stage.loop(self.example).passes
@@ -214,7 +230,7 @@ class _Rank:
             skeleton = partial(loading.structure, config, self.dtype, tp=tp)
             self.swap = Swap(config, self.stage, world.device, self.log, load, skeleton, self._split_steps)
             self._use_expert(self.steps)
-        self.log.write("loaded")
+        self.log.write("loaded", encode_s=encode_s)
 
     def _split_steps(self, denoiser: nn.Module) -> None:
         """Split a denoiser's forward pass over the lockstep group, and the guidance as the pipeline does it."""
@@ -273,28 +289,39 @@ class _Rank:
 
     def _warm_up(self) -> None:
         """Run one of its own steps twice (the first one sets up), on all ranks at once; then the warm-up samples."""
-        sample = self.example
-        seconds: list[float] = []
-        predictions: list[Any] = []
-
-        def once(given: Message) -> None:
-            self.stage.denoise(sample, self.steps[:1], given, lambda _, step_s: seconds.append(step_s))
-
+        sample, predictions = self.example, list[Any]()
         self.stage.make_room(sample)
         with self.stage.seeing(predictions):
-            once(self.stage.denoise(sample, range(0), None))
+            cold_s = self._once(self.stage.denoise(sample, range(0), None))
         layout = self.config.layout
         self.exchange = Exchange(self.world, layout, self.stage, self.steps, self._form_of, with_encodings=self.ahead)
         self.made = self.exchange.learn(predictions[0])
         before = self._sent()
-        once(self.exchange.example(sample))
-        self.log.write("warm", seconds=seconds[-1], sent_bytes=self._sent() - before)
+        seconds = self._once(self.exchange.example(sample))
+        self.log.write("warm", seconds=seconds, cold_s=cold_s, sent_bytes=self._sent() - before)
         warm_ups = range(-self.config.warmup_samples, 0)
         own, most = (
             len(warm_ups[copy :: layout.copies[self.world.place.stage]]) for copy in (self.world.place.copy, 0)
         )
         self._denoise(warm_ups, most - own if layout.fsdp else 0, lambda *_: None)
         self._use_expert(self.steps)
+
+    def _once(self, given: Message) -> float:
+        """Run the first of its own steps on the example, and return its seconds."""
+        seconds: list[float] = []
+        self.stage.denoise(self.example, self.steps[:1], given, lambda _, step_s: seconds.append(step_s))
+        return seconds[0]
+
+    def _profile(self) -> None:
+        """Trace some more steps, after the clock, so that neither times nor peaks of the run contain the profiler."""
+        self.world.barrier()
+        if self.busy:
+            self._use_expert(self.steps)
+            given = [self.exchange.example(self.example) for _ in range(STEPS)]
+            with profiling.traced(self.denoisers, self.world.device, self.run.folder, self.ranks.rank):
+                for message in given:
+                    self._once(message)
+        self.world.barrier()
 
     def _sent(self) -> int:
         return sum(sum(sent(denoiser).values()) for denoiser in self.denoisers.values())
@@ -378,7 +405,7 @@ class _Rank:
 
         Then padding: the example once more, because the shard group's other ranks need this rank's parameters.
         """
-        visits, bar = self._visits(samples), self._progress_bar(samples)
+        visits = self._visits(samples)
         computed = [sample if sample >= 0 else self.example for _, sample, _ in visits]
         unfinished: dict[int, Message] = {}  # samples that wait for the next expert
         if visits and not self.first:
@@ -392,7 +419,7 @@ class _Rank:
             self._use_expert(steps)
             self.log.write("take", sample, seconds=waited)
             self._prepare(own, given)
-            made = self.stage.denoise(own, steps, given, partial(self._report, sample, bar))
+            made = self.stage.denoise(own, steps, given, partial(self._report, sample))
             if steps.stop < self.steps.stop:
                 unfinished[sample] = made
                 continue
@@ -405,9 +432,8 @@ class _Rank:
                 del self.stage.recording[own]
         for _ in range(padding):
             given = None if self.first else self.exchange.example(self.example)
-            self.stage.denoise(self.example, self.steps, given, partial(self._report, None, bar))
+            self.stage.denoise(self.example, self.steps, given, partial(self._report, None))
         self.exchange.close()
-        bar.close()
 
     def _visits(self, samples: Sequence[int]) -> list[Visit]:
         """What this rank does of a replica's samples, in order: all its steps of one after the other; where experts are
@@ -431,17 +457,8 @@ class _Rank:
             self.stage.encode([sample], self.encoders)
             self.log.write("encode", sample, seconds=time.perf_counter() - began)
 
-    def _report(self, sample: int | None, bar: tqdm, step: int, seconds: float) -> None:
+    def _report(self, sample: int | None, step: int, seconds: float) -> None:
         if sample is None:
             self.log.write("pad", step=step, seconds=seconds)
         else:
             self.log.write("step", sample, step, seconds=seconds)
-            bar.update()
-
-    def _progress_bar(self, samples: Sequence[int]) -> tqdm:
-        """Shown on a terminal, by the last stage of the first replica, except in the warm-up."""
-        warming_up = list(samples[:1]) != list(self.samples[:1])
-        place, copies = self.world.place, self.config.layout.copies[self.world.place.stage]
-        shown = not warming_up and self.last and (place.replica, place.copy) == (0, 0) and self.world.speaks
-        total = len(samples[place.copy :: copies]) * len(self.steps)
-        return tqdm(total=total, unit="step", desc=f"rank {self.world.rank}", disable=None if shown else True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +22,7 @@ from vdpp_core.lessons import sizing
 from vdpp_core.lessons.experiments import PRECISIONS, Experiment
 from vdpp_core.lessons.problems import PROBLEMS, Batch, Problem
 from vdpp_core.lessons.techniques import Technique, adam, new_model, refuse_unless
+from vdpp_core.parallel.process_groups import make_mesh
 
 
 class Data(Technique):
@@ -165,7 +166,7 @@ class FullShard(Data):
         shape = self.grid(self.experiment.ranks)
         names = ("replicate", "shard")
         first = 0 if shape[0] > 1 else 1
-        return init_device_mesh(self.device.type, shape[first:], mesh_dim_names=names[first:])
+        return make_mesh(self.device.type, shape[first:], names[first:])
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Each block is a unit that is gathered on its own, and so is the rest of the model."""

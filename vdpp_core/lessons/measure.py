@@ -142,8 +142,7 @@ def _group(args: Sequence[Any]) -> ProcessGroup:
 
 
 def _label(group: ProcessGroup) -> str:
-    name = str(group.group_desc)
-    return name.removeprefix("mesh_") if name.startswith("mesh_") else "all"
+    return {"default_pg": "all", "undefined": "all"}.get(group.group_desc, group.group_desc)
 
 
 def _size(value: Any) -> int:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from vdpp_core.compare.first_ranks import by_first_ranks
 from vdpp_core.config import RunConfig
@@ -97,10 +99,17 @@ def _one(folder: Path, number: int, experiment: Experiment, log: EventLog, ranks
         )
         everyone: list[Any] = [None] * experiment.ranks
         dist.all_gather_object(everyone, own)
+    _forget_meshes()
     if ranks.rank == 0:  # the others wait without using a core
         expected = of_one_rank(*same_for(experiment))
         training_folder.write_result(folder, number, compared(experiment, everyone, weights, *expected))
     return {}
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of DTensors. A mesh of the next experiment may equal one of this, whose groups are gone."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
 
 
 def carry_out(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,6 +26,7 @@ from vdpp_core.lessons.data import Data, FullShard
 from vdpp_core.lessons.experiments import PRECISIONS, Experiment
 from vdpp_core.lessons.problems import PROBLEMS, TransformerProblem
 from vdpp_core.lessons.techniques import refuse_unless
+from vdpp_core.parallel.process_groups import make_mesh
 
 TP = 2  # ranks that share a layer where other ranks share the batch
 
@@ -117,7 +118,7 @@ class TensorParallel(Data):
 
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Embeddings, norms and the head stay whole."""
-        cut(blocks, init_device_mesh(self.device.type, (self.experiment.ranks,), mesh_dim_names=("tp",)))
+        cut(blocks, make_mesh(self.device.type, (self.experiment.ranks,), ("tp",)))
         return model
 
 
@@ -149,6 +150,6 @@ class TensorAndData(FullShard):
     def spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """First the pieces, then their shards."""
         shape = self.experiment.ranks // TP, TP
-        self.both = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp", "tp"))
+        self.both = make_mesh(self.device.type, shape, ("dp", "tp"))
         cut(blocks, self.both["tp"])
         return super().spread(model, blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed import all_reduce
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from vdpp_core.lessons.data import mixed_precision
@@ -15,6 +14,7 @@ from vdpp_core.lessons.pipelines import OneForwardOneBackward
 from vdpp_core.lessons.problems import Batch, Block, Problem
 from vdpp_core.lessons.techniques import checkpointed, refuse_unless
 from vdpp_core.lessons.tensor import TP, check_cut, cut, formula
+from vdpp_core.parallel.process_groups import make_mesh
 
 PP = 2  # stages
 
@@ -49,7 +49,7 @@ class ThreeD(OneForwardOneBackward):
 
     def __init__(self, experiment: Experiment, problem: Problem, device: torch.device) -> None:
         self.replicas = experiment.ranks // (PP * TP)
-        self.mesh = init_device_mesh(device.type, (PP, self.replicas, TP), mesh_dim_names=("pp", "dp", "tp"))
+        self.mesh = make_mesh(device.type, (PP, self.replicas, TP), ("pp", "dp", "tp"))
         self.group = self.mesh["pp"].get_group()
         all_reduce(torch.zeros(1, device=device), group=self.group)  # NCCL: all members meet before the first message
         super().__init__(experiment, problem, device)
@@ -69,5 +69,6 @@ class ThreeD(OneForwardOneBackward):
         """One training step: FSDP averages gradients over its ranks, so the loss is their mean, too."""
         own = super().step(batch.parts(self.replicas)[self.mesh["dp"].get_local_rank()])
         mean = torch.tensor(own / self.replicas, dtype=torch.float64)
-        all_reduce(mean, group=self.mesh["dp"].get_group())
+        if self.replicas > 1:
+            all_reduce(mean, group=self.mesh["dp"].get_group())
         return mean.item()

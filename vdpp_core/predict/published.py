@@ -1,4 +1,4 @@
-"""The figures that the user's documents publish (seven RTX A5000), the runs behind them, and rates that they imply."""
+"""The figures that the documents of docs/benchmark.md publish, the runs behind them, and rates that they imply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAITING = 5  # memory row: FSDP at 25 × 72 × 128 waited for its parameters, so
 
 
 def figures() -> dict[str, Any]:
-    """The published figures, under the documents' definitions."""
+    """The published figures, as the documents name them."""
     return json.loads((Path(__file__).parent / "reference" / "a5000x7.json").read_bytes())
 
 
@@ -125,7 +125,8 @@ def times() -> Iterator[Time]:
 def schedules() -> list[tuple[str, Schedule]]:
     """The schedules of the documents' section 8, on seven A5000 with 28 steps per sample, and a caption for each.
 
-    The dummy network alone took 3.93 s, on seven cards 7.23 s: six hops of 0.55 s. Their table expects 4.2 and 8 s.
+    As that section reads them: the dummy network took 3.93 s on one card and 7.23 s on seven, so six hops of 0.55 s
+    (section 2 has steps of 0.5 ms, so nearly all of both is starting up). Their table expects 4.2 and 8 s.
     """
     one, seven, sizes, free = Parallel(), Parallel(pp=7), [4] * 7, Seconds(0.15)
     measured = Seconds(3.93 / STEPS, hop=(7.23 - 3.93) / 6)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median_low
+from statistics import fmean, median_low
 from typing import Any
 
 from vdpp_core.config import RunConfig
@@ -34,26 +34,35 @@ class Surroundings:
 
     asleep_s:    seconds that the machine has slept, up to a constant
     other_ranks: the most ranks of other runs that shared cores with this one, counted by one rank of each machine
+    device_use:  mean share of the time in which the device computed, where `device_use` returns samples of it
     """
 
-    def __init__(self, execution: Execution, counts: bool) -> None:
-        self.execution, self.counts = execution, counts
+    def __init__(self, execution: Execution, counts: bool, device_use: Callable[[], float | None]) -> None:
+        self.execution, self.counts, self.device_use = execution, counts, device_use
         self.others, self.next_count = 0, float("inf")
+        self.shares: list[float] = []
 
     def begin(self) -> dict[str, Any]:
         """The facts for the event that starts the clock."""
         self.others = 0
+        self.shares.clear()
         return self.so_far()
 
     def look(self) -> None:
-        """Count again where it is time. A thread that is not busy calls this now and then."""
+        """Sample the device, and count again where it is time. A thread that is not busy calls this now and then."""
+        if (share := self.device_use()) is not None:
+            self.shares.append(share)
         if time.monotonic() > self.next_count:
             self._count()
 
     def so_far(self) -> dict[str, Any]:
         """The facts for the last event."""
         self._count()
-        return {"asleep_s": asleep_s(), "other_ranks": self.others if self.counts else None}
+        return {
+            "asleep_s": asleep_s(),
+            "other_ranks": self.others if self.counts else None,
+            "device_use": fmean(self.shares) if self.shares else None,
+        }
 
     def _count(self) -> None:
         if self.counts:

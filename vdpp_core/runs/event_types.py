@@ -25,7 +25,11 @@ class Event(BaseModel):
 
 
 class Start(Event):
-    """The process has joined the others. `created` identifies it together with its pid (`processes.created_s`)."""
+    """The process has joined the others. `created` identifies it together with its pid (`processes.created_s`).
+
+    launch_s: seconds from the start of its launcher to its own; import_s: from then until it began with the run;
+    join_s: until all ranks had met.
+    """
 
     kind: Literal["start"]
     pid: _Whole
@@ -35,13 +39,27 @@ class Start(Event):
     device: str
     dtype: str
     backend: str
+    launch_s: _Number | None = None
+    import_s: _Number | None = None
+    join_s: _Number | None = None
+
+
+class Loaded(Event):
+    """The model is loaded, and what can be encoded before the clock starts is encoded, which took `encode_s`."""
+
+    kind: Literal["loaded"]
+    encode_s: _Number | None = None
 
 
 class Warm(Event):
-    """The untimed step before the warm-up samples; `sent_bytes` went to other ranks of the lockstep group."""
+    """The untimed steps before the warm-up samples: the first one, cold, took `cold_s`, the second `seconds`.
+
+    `sent_bytes` went to other ranks of the lockstep group.
+    """
 
     kind: Literal["warm"]
     seconds: _Number
+    cold_s: _Number | None = None
     sent_bytes: _Number | None = None
 
 
@@ -132,10 +150,11 @@ class Chunk(OfSample):
 
 
 class Video(OfSample):
-    """The videos of a sample are written, `seconds` after its decoding began."""
+    """The videos of a sample are written, `seconds` after its decoding began; to write them took `write_s` of these."""
 
     kind: Literal["video"]
     seconds: _Number
+    write_s: _Number | None = None
 
 
 class Comparing(OfSample):
@@ -146,7 +165,8 @@ class Comparing(OfSample):
 
 
 class Official(OfSample):
-    """A sample is compared with the official pipeline's."""
+    """A sample is compared with the official pipeline's. The relative difference of latents is the largest difference
+    of two values, divided by the largest magnitude of an official one."""
 
     kind: Literal["official"]
     equal_latents: bool
@@ -154,6 +174,7 @@ class Official(OfSample):
     max_latent_difference: float  # may be NaN
     max_frame_difference: int | float
     max_batch_difference: float | None = None
+    relative_latent_difference: float | None = None  # may be NaN; earlier versions did not record it
 
 
 class LastWord(Event):
@@ -172,6 +193,7 @@ class Done(LastWord):
     decode_memory: dict[str, Any] | None = None
     asleep_s: _Number | None = None
     other_ranks: _Whole | None = None
+    device_use: _Number | None = None
 
 
 class Error(BadEnd):
@@ -191,9 +213,9 @@ class Terminated(BadEnd):
 
 
 class Plain(Event):
-    """No further facts: the model is loaded; a part of a file went to rank 0 or arrived there (`engine.collect`)."""
+    """No further facts: a part of a file went to rank 0 or arrived there (`engine.collect`)."""
 
-    kind: Literal["loaded", "gather"]
+    kind: Literal["gather"]
 
 
 class Predicted(Event):
@@ -207,8 +229,8 @@ AnyStep = Step | Pad
 Kind = TypeVar("Kind", bound=Event)
 _KNOWN: TypeAdapter[Event] = TypeAdapter(
     Annotated[
-        Start | Plain | Warm | Clock | Take | Encode | SwapBegins | Swapped | Step | Send | Finished | Pad | Decode
-        | Chunk | Video | Comparing | Official | Done | Error | Terminated | Predicted,
+        Start | Plain | Loaded | Warm | Clock | Take | Encode | SwapBegins | Swapped | Step | Send | Finished | Pad
+        | Decode | Chunk | Video | Comparing | Official | Done | Error | Terminated | Predicted,
         Field(discriminator="kind"),
     ]
 )  # fmt: skip

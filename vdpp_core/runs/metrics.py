@@ -37,11 +37,11 @@ class Span:
 def numbers(spans: Sequence[Span], layout: Parallel, batch: int = 1) -> dict[str, Any]:
     """Throughput, latency, interval, makespan and utilisation of the samples that reached the last stage.
 
-    The names of the user's documents keep the documents' definitions: `per_sample_times_ms` is the time between two
-    samples of one replica (the first counted from the start of the clock, so it holds the fill), `avg_sample_time_s`
-    leaves each replica's first sample out, and `throughput_samples_per_s` is 1 / average for a step pipeline but
-    samples / makespan for data parallel. Copies of the last stage, which finish samples side by side, count as replicas
-    here. Everything else follows the README's vocabulary; the fill is always included except in
+    The names of the documents (docs/benchmark.md) are defined as their figures imply: `per_sample_times_ms` is the time
+    between two samples of one replica (the first counted from the start of the clock, so it holds the fill),
+    `avg_sample_time_s` leaves each replica's first sample out, and `throughput_samples_per_s` is 1 / average for a step
+    pipeline but samples / makespan for data parallel. Copies of the last stage, which finish samples side by side,
+    count as replicas here. Everything else follows the README's vocabulary; the fill is always included except in
     `steady_state_samples_per_s`. The names carry the units.
 
     Args:

@@ -32,7 +32,7 @@ WITHOUT_EFFECT = {
     *("fsdp_cpu_offload", "swap", "swap_batch", "swap_gb_per_s"),  # where parameters are kept
     "experts",  # follows from the model's files
     *("memory_limit_gib", "timeout_s", "stall_steps"),
-    *("output_dir", "save_latents", "compare_official", "attention_slicing", "decode"),
+    *("output_dir", "save_latents", "compare_official", "attention_slicing", "decode", "profile"),
 }
 OF_VIDEOS = {"decode_chunk_size"}
 # Fields of which only the outcome counts: a shape, the content of files, the device that was found.

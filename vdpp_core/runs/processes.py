@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -28,6 +30,12 @@ def created_s(pid: int) -> float:
     except ProcessLookupError:
         raise psutil.NoSuchProcess(pid) from None
     return int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def age_s(pid: int) -> float:
+    """Seconds since a process began."""
+    now = time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.time()
+    return now - created_s(pid)
 
 
 def is_alive(pid: int, created: float) -> bool:

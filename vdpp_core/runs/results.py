@@ -18,6 +18,7 @@ from vdpp_core.runs.events import Follower
 from vdpp_core.runs.failure import first_cause
 from vdpp_core.runs.metrics import Span
 from vdpp_core.runs.run import Run
+from vdpp_core.runs.time_spent import time_spent
 
 _BESIDE = {"video": "decoding", "encode": "encoding"}  # event -> what its span shows
 PredictTimes = Callable[[RunConfig, list[float], float, float], dict[str, Any]]
@@ -94,9 +95,11 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         next(iter(kinds.of(events, kinds.Start)), None),
         kinds.last_of(events, kinds.Start).values(),
     )
-    memory = [done.memory for done in kinds.last_of(events, kinds.Done).values()]
+    done = kinds.last_of(events, kinds.Done).values()
+    memory = [each.memory for each in done]
     peaks = [each["allocated_gb"] for each in memory]
-    sent = [warm.sent_bytes for warm in kinds.last_of(events, kinds.Warm).values()]
+    warms = kinds.last_of(events, kinds.Warm)
+    sent = [warm.sent_bytes for warm in warms.values()]
     predicted = _predicted_before(run, events)
     if "makespan_s" not in predicted:  # times that were predicted before the run stay what they were
         predicted |= _predicted_times(config, events, work.latents, predict_times)
@@ -123,10 +126,15 @@ def summarise(run: Run, predict_times: PredictTimes | None = None) -> dict[str, 
         "handoff_bytes_per_rank": _handoff_bytes(events, layout.world_size),
         "peak_memory_gb_per_rank": peaks,
         "max_peak_memory_gb": max(peaks, default=None),
+        "device_use_per_rank": [each.device_use for each in done],
         "lockstep_gb_per_step_per_rank": [number / 1e9 for number in sent if number is not None],
         "memory_per_rank": memory,
         "predicted": predicted or None,
         **_videos(events, config),
+        "time_s_per_rank": [
+            time_spent([event for event in events if event.rank == rank]) for rank in range(layout.world_size)
+        ],
+        "cold_step_s_per_rank": [warms[rank].cold_s if rank in warms else None for rank in range(layout.world_size)],
         "threads_per_rank": [start.threads for start in starts],
         "device": first and first.device,
         "dtype": first and first.dtype,
@@ -173,6 +181,7 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
     zero = clock_starts(events)
     made_s = [event.t - zero[event.rank] for event in videos if event.rank in zero]
     batches = [event.max_batch_difference for event in compared if event.max_batch_difference is not None]
+    relative = [each.relative_latent_difference for each in compared if each.relative_latent_difference is not None]
     return {
         "videos_written": len(videos) * config.shape[0],
         "time_to_first_video_s": min(made_s, default=None),
@@ -183,6 +192,7 @@ def _videos(events: Sequence[Event], config: RunConfig) -> dict[str, Any]:
             "equal_latents": sum(event.equal_latents for event in compared),
             "equal_frames": sum(event.equal_frames for event in compared),
             "max_latent_difference": max(event.max_latent_difference for event in compared),
+            "relative_latent_difference": max(relative, default=None),
             "max_frame_difference": max(event.max_frame_difference for event in compared),
             "max_batch_difference": max(batches, default=None),
         }

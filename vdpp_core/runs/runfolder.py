@@ -8,6 +8,7 @@ latents/         sample-NNN.safetensors (key "latents", B C F H W), by a replica
 origin.json      what the samples are made from (origin.py), by rank 0; by one rank of each of several machines
 videos/          generate: sample-NNN.mp4, .gif and .png (a row of frames), by the rank that decoded it;
                  contact-sheet.png (the first 32 videos) and input.png, by rank 0
+profile/         of a run with --profile: rank-N.json.gz, what torch.profiler recorded of two steps, by each rank
 videos.csv       of a run with a manifest: the row that each video was made from, by rank 0
 predicted.json   what was predicted before the run: peak memory of a rank, bytes handed on; by the launcher; the times
                  as well where whoever started the run had seen them

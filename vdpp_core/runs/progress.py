@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vdpp_core.runs import event_types as kinds
-from vdpp_core.runs.event_types import position
+from vdpp_core.runs.event_types import Event, position
 from vdpp_core.runs.run import Run
 from vdpp_core.runs.stalls import look
 
-_PHASES = {"decode": "decoding", "clock": "running", "loaded": "warming up", "start": "loading"}  # the last one first
+_PHASES = {  # the last one first
+    "comparing": "comparing",
+    "decode": "decoding",
+    "clock": "running",
+    "loaded": "warming up",
+    "start": "loading",
+}
 
 
-def progress(run: Run) -> dict[str, Any]:
-    """How far a run is.
+def progress(run: Run, events: Sequence[Event] | None = None) -> dict[str, Any]:
+    """How far a run is, from all ranks' `events` so far, which are read if they are not given.
 
-    Its phase (starting, loading, warming up, running, decoding), samples finished, the share done (0 … 1), seconds
-    left, the stall in words if there is one, and each rank's last kind of event, position and steps done.
+    Its phase (starting, loading, warming up, running, decoding, comparing), samples finished, the share done (0 … 1),
+    seconds left, the stall in words if there is one, and each rank's last kind of event, position and steps done.
     """
-    config, events, work = run.config, run.events(), run.work
+    config, work = run.config, run.work
+    events = run.events() if events is None else events
     layout, stages = config.layout, config.stages()
     ranks: list[dict[str, Any]] = []
     for rank in range(layout.world_size):

@@ -1,0 +1,1 @@
+"""The experiments of the user's documents, repeated on this machine: `python -m launch documents`."""

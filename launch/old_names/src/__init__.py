@@ -1,0 +1,1 @@
+"""`src` of the documents; installed under that name, see pyproject.toml."""

@@ -1,0 +1,1 @@
+"""`python -m src.modes.NAME` says what to type instead."""
