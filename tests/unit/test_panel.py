@@ -155,8 +155,7 @@ def test_an_impossible_run_is_explained_and_not_started(panel: Panel):
     assert panel.buttons["Run"].disabled
     panel.controls.of["image"].value, panel.controls.of["model"].value = "", "svd"
     panel._predict()
-    assert "name a folder" not in panel.prediction.value
-    assert "or pass a folder with Weights folder, or tick Random weights" in panel.prediction.value
+    assert "or pass a folder with “Weights folder”, or tick “Random weights”" in panel.prediction.value
     assert panel.buttons["Run"].disabled
 
 
