@@ -178,20 +178,18 @@ class Controls:
 
 def in_words(error: ConfigError) -> str:
     """An error with the labels of the controls in place of the parameters' names and flags."""
-    line = re.sub(rf"^{re.escape(error.argument)}\b", _label(error.argument), str(error))
+    label = {name: words for name, (words, _) in WORDS.items()}
+    line = re.sub(rf"^{re.escape(error.argument)}\b", label.get(error.argument, error.argument), str(error))
     if "--model-id" in line:
-        line += f", or tick {_label('random_weights')}"
-    line = re.sub(r"--([a-z][a-z-]+)", lambda flag: _label(flag[1].replace("-", "_")), line)
-    return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda name: _label(name[0]), line)
-
-
-def _label(name: str) -> str:
-    return WORDS[name][0] if name in WORDS else name
+        line += ", or tick random_weights"
+    line = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), line)
+    return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda name: f"“{label[name[0]]}”" if name[0] in label else name[0], line)
 
 
 def folded(heading: str, content: widgets.Widget) -> widgets.VBox:
     """A button above something that is shown only after it was pressed."""
-    button = widgets.ToggleButton(description=f"▸ {heading}", layout=widgets.Layout(width="auto"))
+    tooltip, layout = f"Show or hide: {heading}.", widgets.Layout(width="auto")
+    button = widgets.ToggleButton(description=f"▸ {heading}", tooltip=tooltip, layout=layout)
     content.layout.display = "none"
 
     def turned(_: Any) -> None:

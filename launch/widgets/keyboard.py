@@ -38,7 +38,7 @@ if (box && !box.dataset.explained) {{
   box.addEventListener('focusin', event => event.target.setAttribute('data-lm-suppress-shortcuts', ''));
   for (const kind of ['focusin', 'mouseover']) box.addEventListener(kind, event => {{
     const help = box.querySelector('.{HELP}'), words = event.target.closest('[title]')?.title;
-    if (help && words) help.textContent = words;
+    if (help && words && words !== 'null') help.textContent = words;
   }});
 }}
 """

@@ -42,6 +42,7 @@ STYLE = """<style>
 .lab-panel .lab-card p {margin: 2px 0}
 .lab-panel .lab-card .widget-html, .lab-panel .lab-card .widget-html-content {margin: 0; height: auto}
 .lab-panel .lab-help {color: var(--jp-ui-font-color2); min-height: 2.7em; line-height: 1.35; margin: 2px 0}
+.lab-panel :is(select, input, button, [role=slider]) {scroll-margin-top: 16em} /* not below the card */
 .lab-panel .lab-controls {display: block; columns: 255px; column-gap: 24px; overflow: visible; margin: 2px}
 .lab-panel .lab-group {overflow: visible; break-inside: avoid; margin: 0 0 6px}
 .lab-panel .lab-runs .widget-label {display: none} /* the heading above; the page reads it out */

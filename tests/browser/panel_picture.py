@@ -18,11 +18,14 @@ PICTURE = Path(__file__).parents[2] / "figures" / "panel.png"
 WINDOW = {"width": 1280, "height": 1900}
 SOURCE = """
 import launch
+from launch.widgets.predictions import Predictions
 from vdpp_core import Parallel, RunConfig
 
 config = RunConfig(num_frames=7, total_steps=12, num_samples=6, warmup_samples=1, threads=1, parallel=Parallel(pp=2))
-launch.start(config).wait()
-launch.start(config.replace(parallel=Parallel(dp=2))).wait()
+first = launch.start(config)
+first.wait()
+other = config.replace(parallel=Parallel(dp=2))
+launch.start(other, predicted=Predictions().of(other, [first.folder]).record).wait()
 launch.panel(config)
 """
 
@@ -48,11 +51,13 @@ def main() -> None:
 def take(lab: Lab) -> None:
     """The picture of the panel with both runs selected, with few colours so that the file is small."""
     panel = lab.page.locator(".lab-panel")
+    expect(panel.locator("select[multiple] option")).to_have_count(2, timeout=PATIENCE_S * 1000)
     panel.locator("select[multiple]").focus()
     lab.page.keyboard.press("Home")
     lab.page.keyboard.press("Shift+ArrowDown")
     expect(panel.locator(".lab-scroll thead th")).to_have_count(1 + 2, timeout=PATIENCE_S * 1000)
-    lab.wait("document.querySelector('.lab-panel .widget-image').naturalWidth > 100")
+    expect(panel.get_by_label("Log of rank")).to_be_hidden()  # what is shown last has changed, too
+    lab.wait("document.querySelector('.lab-panel .widget-image').complete")
     panel.screenshot(path=PICTURE)
     with Image.open(PICTURE) as picture:
         picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(PICTURE, optimize=True)

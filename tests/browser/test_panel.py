@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from playwright.sync_api import Locator, expect
 from launch.widgets.controls import EXPLAINED
 from tests.browser.lab import PATIENCE_S, WINDOW, Lab
 
+PROJECT = Path(__file__).parents[2]
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 SLIDERS = """
 import ipywidgets as widgets
@@ -112,6 +114,20 @@ def in_view_at_every_width(lab: Lab, panel: Locator, name: str) -> None:
     lab.page.set_viewport_size(WINDOW)
 
 
+def test_the_first_page_is_a_table_of_questions_that_opens_their_notebooks(lab: Lab):
+    assert "default_url=/lab/tree/notebooks/README.md" in (PROJECT / "Makefile").read_text()
+    shutil.copy(PROJECT / "notebooks" / "README.md", lab.root)
+    notebooks = sorted(path.name for path in (PROJECT / "notebooks").glob("*.ipynb"))
+    lab.page.evaluate("void jupyterapp.commands.execute('docmanager:open', {path: 'README.md'})")
+    links = lab.page.locator(".jp-MarkdownViewer td a")
+    expect(links).to_have_count(len(notebooks))
+    addresses = links.evaluate_all("all => all.map(link => new URL(link.href).pathname.split('/').pop())")
+    assert addresses == notebooks
+    SCREENSHOTS.mkdir(exist_ok=True)
+    lab.page.screenshot(path=SCREENSHOTS / "first-page.png")
+    lab.page.evaluate("void jupyterapp.commands.execute('application:close-all')")
+
+
 def test_sliders_by_keyboard_draw_another_figure_or_say_why_not(show):
     lab = show(SLIDERS)
     page, keys, cells = lab.page, lab.page.keyboard, "jupyterapp.shell.currentWidget.content.model.cells.length"
@@ -157,7 +173,7 @@ def test_runs_are_described_predicted_started_shown_and_compared_by_keyboard(sho
 
     field(panel, "Stages (pp)").fill("8")
     keys.press("Enter")
-    expect(prediction.locator(".lab-wrong")).to_have_text("Stages (pp) 8: must be at most Steps, 3")
+    expect(prediction.locator(".lab-wrong")).to_have_text("Stages (pp) 8: must be at most “Steps”, 3")
     expect(run).to_be_disabled()
     screenshots(lab, panel, "impossible")
     field(panel, "Stages (pp)").fill("1")

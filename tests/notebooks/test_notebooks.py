@@ -33,8 +33,12 @@ def test_every_slider_cell_is_followed_by_a_static_figure_of_the_same_function(p
             function = re.search(r"launch\.sliders\(\s*(\w+)", source)
             assert function is not None
             assert f"{function[1]}(" in following
-        if "launch.panel(" in source:
-            assert "launch.compare(" in following
+
+
+def test_the_panel_comes_third_and_its_picture_next():
+    book = read(next(path for path in NOTEBOOKS if path.stem == "06_lab"))
+    assert "launch.panel(" in book.cells[2].source
+    assert "(../figures/panel.png)" in book.cells[3].source
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in IN_OTHER_FILES])

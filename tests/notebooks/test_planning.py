@@ -84,7 +84,8 @@ def test_the_planner_takes_no_disturbed_run_to_calibrate_on(tmp_path: Path, monk
 def test_the_lab_runs_what_its_panel_would_and_predicts_one_layout_from_another(executed: Callable[[str], Any]):
     shown = texts(executed("06_lab"))
     assert "no finished run here" in shown
-    assert "Times based on: measured: run " in shown
+    disturbed = "used the same cores" in shown  # by other tests' runs: then its times predict nothing
+    assert disturbed or "Times based on: measured: run " in shown
     assert re.search(r"<th>outcome</th>\s*<td>ok</td>\s*<td>ok</td>\s*<td>stopped</td>", shown)
     assert re.search(r"stopped after [1-9]\d* of 1000 samples", shown)
 

@@ -70,7 +70,7 @@ def test_bars_are_those_of_the_best_layouts_and_of_the_chosen_one():
 def test_the_advice_is_written_below():
     table, _, figure = plan(Parallel())
     words = next(text.get_text() for text in figure.texts if "layout" in text.get_text())
-    lines = words.splitlines()
+    lines = [line for line in words.splitlines() if not line.startswith(" " * 20)]  # without those that go on
     assert len(lines) == 1 + plan_overview.SHOWN + 1  # heading, the best, and the chosen one, which does not fit
     assert table["layout"][0] in lines[1]
     assert table["reason"][0][:30] in lines[1]
@@ -110,3 +110,19 @@ def test_predictions_stand_against_measurements():
         assert "(s)" in panel.get_ylabel()
     labels = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
     assert labels == ["within 15%", "one rank, calibrated on", "step pipeline (pp)", "data parallel (dp)"]
+
+
+def test_reasons_are_written_in_full_and_the_place_of_the_chosen_layout_in_words():
+    table, _, figure = plan(Parallel(pp=4), capacity_gib=30)
+    long = "because " * 60
+    changed = table.assign(reason=long)
+    drawn = plan_overview.planner(changed, Parallel(pp=4), "no spans", 24, "title", "source")
+    words = next(text.get_text() for text in drawn.texts if "because" in text.get_text())
+    assert words.count("because") == 60 * (plan_overview.SHOWN + 1)
+    assert max(map(len, words.splitlines())) <= plan_overview.WIDTH
+    assert drawn.get_figheight() > figure.get_figheight()
+    place, best = table["place"][table["layout"] == "pp 4"].item(), table["layout"][0]
+    assert planner.place_of(Parallel(pp=4), table) == f"pp 4 is number {place}, {best} is best"
+    assert planner.place_of(Parallel(dp=9), table) == f"dp 9 is excluded, {best} is best"
+    nothing, _, _ = plan(Parallel(pp=4), capacity_gib=0.001)
+    assert planner.place_of(Parallel(pp=4), nothing) == "pp 4: nothing fits"

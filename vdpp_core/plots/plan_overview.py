@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -46,13 +47,17 @@ def planner(
         capacity_gib: memory of each GPU.
     """
     use_theme()
-    figure = Figure(figsize=(11, 6.4))  # not pyplot's, which IPython keeps until a cell ends
-    place = {"left": 0.12, "right": 0.985, "top": 0.885, "bottom": 0.31, "hspace": 0.6, "wspace": 0.1}
-    grid = figure.add_gridspec(2, 3, height_ratios=(1.25, 1), **place)  # faster than a layout engine
-    figure.suptitle(title, fontweight="bold", fontsize=11, y=0.975)
+    shown = _chosen_and_best(advice, str(chosen))
+    ranking = _table(shown)
+    below = 0.45 + 0.15 * len(ranking)  # inches
+    height = 5 + below
+    figure = Figure(figsize=(11, height))  # not pyplot's, which IPython keeps until a cell ends
+    sides = {"left": 0.12, "right": 0.985, "top": 1 - 0.74 / height, "bottom": (below + 0.55) / height}
+    # faster than a layout engine
+    grid = figure.add_gridspec(2, 3, height_ratios=(1.25, 1), hspace=0.6, wspace=0.1, **sides)
+    figure.suptitle(title, fontweight="bold", fontsize=11, y=1 - 0.16 / height)
     figure.text(0.01, 0.01, small_print, fontsize=6.5, color=PALE_INK)
     _schedule(figure.add_subplot(grid[0, :]), chosen, spans)
-    shown = _chosen_and_best(advice, str(chosen))
     column, label = "latency_s", "mean latency of a video (s)"
     if advice.attrs.get("one_by_one"):
         column, label = "response_s", "mean time from arrival to the last step (s)"
@@ -65,7 +70,8 @@ def planner(
     memory.axvline(capacity_gib, color="black", linewidth=2, label="capacity")
     memory.set_xlim(0, max(memory.get_xlim()[1], 1.08 * capacity_gib))
     memory.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
-    figure.text(0.01, 0.215, _table(shown), fontsize=7.2, family="monospace", va="top", linespacing=1.45)
+    look: dict[str, Any] = {"fontsize": 7.2, "family": "monospace", "va": "top", "linespacing": 1.45}
+    figure.text(0.01, below / height, "\n".join(ranking), **look)
     return figure
 
 
@@ -105,20 +111,19 @@ def _layout(row: pd.Series) -> Parallel:
     return Parallel(**{name: row[name] for name in Parallel.model_fields})
 
 
-def _table(rows: pd.DataFrame) -> str:
-    """The advice as text in columns; long reasons are cut at the page's edge."""
+def _table(rows: pd.DataFrame) -> list[str]:
+    """The lines of the advice as text in columns; long reasons continue below their beginning."""
     if rows.empty:
-        return "No layout fits. Fewer frames, a smaller size or --forward-chunking need less memory."
+        return ["No layout fits. Fewer frames, a smaller size or --forward-chunking need less memory."]
     cells = [[heading for heading, _ in COLUMNS.values()]]
     for _, row in rows.iterrows():
         cells.append(["–" if pd.isna(row[name]) else form.format(row[name]) for name, (_, form) in COLUMNS.items()])
     widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS) - 1)]
     lines = []
     for line in cells:
-        start = "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=False))
-        whole = f"{start}  {line[-1]}".rstrip()
-        lines.append(whole if len(whole) <= WIDTH else f"{whole[: WIDTH - 2]} …")
-    return "\n".join(lines)
+        start = "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=False)) + "  "
+        lines += textwrap.wrap(line[-1], WIDTH, initial_indent=start, subsequent_indent=" " * len(start)) or [start]
+    return lines
 
 
 def against_measured(table: pd.DataFrame, title: str, small_print: str) -> Figure:

@@ -209,6 +209,17 @@ def look(
         return table, str(error)
 
 
+def place_of(chosen: Parallel, table: pd.DataFrame) -> str:
+    """The place of a layout among those of `advise`, and the best one, in words."""
+    places, layouts = table["place"], table["layout"]
+    if not places.notna().any():
+        return f"{chosen}: nothing fits"
+    own = places[(layouts == str(chosen)) & places.notna()]
+    if own.empty:
+        return f"{chosen} is excluded, {layouts[0]} is best"
+    return f"{chosen} is best" if own.min() == 1 else f"{chosen} is number {own.min()}, {layouts[0]} is best"
+
+
 class Way(NamedTuple):
     """A layout and, where its ranks hold one expert at a time, where they load the next from, and how often."""
 
