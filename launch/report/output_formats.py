@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
@@ -107,6 +108,7 @@ def _panel(axes: Axes) -> str:
 def load_ipython_extension(shell: Any) -> None:
     """Register the formatters of tables as CSV and of figures' words with an IPython shell, and those of `launch`."""
     blanks.register(shell)
+    warnings.formatwarning = lambda message, *where, **more: f"warning: {message}\n"  # without a cell's file and line
     tables, figures = _CSVFormatter(parent=shell.display_formatter), _WordsFormatter(parent=shell.display_formatter)
     tables.for_type(pd.DataFrame, pd.DataFrame.to_csv)
     tables.for_type(Styler, lambda styled: styled.data.to_csv())

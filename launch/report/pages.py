@@ -8,9 +8,10 @@ import mimetypes
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from html import escape, unescape
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from nbconvert import HTMLExporter
 from traitlets.config import Config
@@ -46,14 +47,15 @@ def render(book: Any, title: str, place: Path = Path(), links: Sequence[tuple[st
     )
     about = {"name": title, "links": list(links)}
     page = exporter.from_notebook_node(book, resources={"metadata": about})[0]
-    return re.sub(r'(?<=\bsrc=")([^":]+)(?=")', lambda found: _embedded(place / unescape(found[1])), page)
+    return re.sub(r'(?<=\bsrc=")([^":]+)(?=")', lambda found: _embedded(found[1], place), page)
 
 
-def _embedded(picture: Path) -> str:
-    """A picture beside the notebook as an address that holds it. (nbconvert embeds none of a folder above.)"""
+def _embedded(address: str, place: Path) -> str:
+    """The address of a picture below `place` or above it as one that holds it; nbconvert embeds none from above."""
+    picture = place / unquote(unescape(address))
     kind = mimetypes.guess_type(picture.name)[0] or ""
     if not (kind.startswith("image/") and picture.is_file()):
-        return escape(picture.name)
+        return address
     return f"data:{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
 
 

@@ -19,7 +19,7 @@ def register(shell: Any = None) -> None:
 
 
 def page(table: pd.DataFrame) -> str:
-    """A table as HTML, of so many rows and columns as pandas' options say."""
+    """A table as HTML, of so many rows and columns as pandas' options say; no cell is cut."""
     shown = table.copy()
     for place, (_, column) in enumerate(table.items()):
         words = {NOTHING: column.isna(), ENDLESS: column == np.inf, f"−{ENDLESS}": column == -np.inf}
@@ -29,5 +29,6 @@ def page(table: pd.DataFrame) -> str:
         for word, where in words.items():
             cells = np.where(where.fillna(False), word, cells)
         shown.isetitem(place, cells)
-    options = pd.options.display
-    return shown.to_html(notebook=True, na_rep=NOTHING, max_rows=options.max_rows, max_cols=options.max_columns)
+    limits = pd.options.display
+    with pd.option_context("display.max_colwidth", None):
+        return shown.to_html(notebook=True, na_rep=NOTHING, max_rows=limits.max_rows, max_cols=limits.max_columns)

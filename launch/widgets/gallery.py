@@ -23,11 +23,12 @@ def _items(videos: Mapping[str, Path], width: int) -> list[str]:
     items = []
     for caption, path in videos.items():
         data = base64.b64encode(path.read_bytes()).decode()
-        style = f'style="width:{width}px;image-rendering:pixelated"'
+        style, label = f'style="width:{width}px;image-rendering:pixelated"', escape(caption)
         if path.suffix == ".mp4":
-            shown = f'<video {style} autoplay loop muted playsinline src="data:video/mp4;base64,{data}"></video>'
+            playing = f'aria-label="{label}" autoplay loop muted playsinline'
+            shown = f'<video {style} {playing} src="data:video/mp4;base64,{data}"></video>'
         else:
-            shown = f'<img {style} alt="{escape(caption)}" src="data:image/{escape(path.suffix[1:])};base64,{data}">'
-        words = f'<figcaption style="font-size:12px;max-width:{width}px">{escape(caption)}</figcaption>'
+            shown = f'<img {style} alt="{label}" src="data:image/{escape(path.suffix[1:])};base64,{data}">'
+        words = f'<figcaption style="font-size:12px;max-width:{width}px">{label}</figcaption>'
         items.append(f'<figure style="margin:0">{shown}{words}</figure>')
     return items

@@ -264,7 +264,7 @@ def test_2d_and_3d_settings_fill_their_nodes():
     assert sizing.groups(1024 // 16, 8) == 8
 
 
-FIGURES = """140 GB|280 GB|560 GB|17.5 GB|35 GB|70 GB|8 times|16 bytes|122.5 GB|245 GB|1960 Gbit/s|3200 Gbit/s
+FIGURES = """140 GB|280 GB|560 GB|17.5 GB|35 GB|70 GB|8 times|16|122.5 GB|245 GB|1960 Gbit/s|3200 Gbit/s
 536 MB|42.9 GB|900 GB/s|20 GB|4.67|8|1/2/4/8|1/2/4|27.3%|67 MB|400 Gbit/s|16|2–8|32 GPUs|4 nodes|1024 GPUs|128 nodes
 8 nodes|8–128 GPUs|1–16 nodes|32–64 GPUs|4–8 nodes|256–512 GPUs|32–64 nodes"""
 CORRECTED = {

@@ -67,7 +67,7 @@ state a GPU of 8 | 70 GB | {_gb(sum(own))} | {_gb(sum(real))} | Mixed precision 
 memory saved over 8 | 8 times | {sum(bf16) / sum(own):g} times
 70B fits 8 cards of 80 GB | 70 GB | {_gb(sum(own))} | {_gb(full)}, at batch 1 {_gb(one)} | \
 Its own rule for activations comes on top, unless they are recomputed.
-activations a value | 16 bytes | {activation_factor():g} bytes | {activation_factor():g} bytes | See Korthikanti 2022.
+activations a value | 16 | {activation_factor():g} bytes | {activation_factor():g} bytes | See Korthikanti 2022.
 all-gather, reduce-scatter over 8 | 122.5 GB, 122.5 GB | {_gb(all_gather(p, 8))}, {_gb(all_gather(g, 8))}
 FSDP an iteration | 245 GB | {_gb(once)} | {_gb(twice)}, gradients in fp32 {_gb(fp32)} | Backward gathers again.
 FSDP at 1 s | 1960 Gbit/s | {gbit_per_s(once):.4g} Gbit/s | {gbit_per_s(twice):.4g} Gbit/s | Backward gathers again.
