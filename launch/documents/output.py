@@ -16,6 +16,7 @@ from launch.documents import experiments, figures
 from launch.documents.book import Book, Part
 from launch.documents.machine import ranks_text
 from launch.documents.rows import Row, number
+from vdpp_core.cli.words import WIDTH
 from vdpp_core.runs import machine
 from vdpp_core.runs.files import write_atomically
 
@@ -69,11 +70,13 @@ def table(rows: Sequence[Row], heads: Sequence[str] = HEADS) -> str:
 def of_part(part: Part) -> str:
     """A section's table as text, with its settings and which rank had which steps."""
     experiment = part.experiment
-    lines = [f"Section {experiment.section}: {experiment.title}", *textwrap.wrap(experiment.setting, 100), ""]
+    lines = [f"Section {experiment.section}: {experiment.title}", *textwrap.wrap(experiment.setting, WIDTH), ""]
     if experiment.steps_on_ranks:
         stages = experiment.steps_on_ranks[max(experiment.steps_on_ranks)]
         lines += [wrapped(cells, (6, 24, 30)) for cells in [STEP_HEADS, *_steps(stages)]] + [""]
-    return "\n".join([*lines, table(part.rows), *(f"note: {note}" for note in part.notes), ""])
+    return "\n".join(
+        [*lines, table(part.rows), *(line for note in part.notes for line in textwrap.wrap(note, WIDTH)), ""]
+    )
 
 
 STEP_HEADS = ("rank", "steps, as the documents", "steps in order of execution")

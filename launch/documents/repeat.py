@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-
-from tqdm import tqdm
 
 from launch.documents import official_video, output
 from launch.documents.book import Book, Part
 from launch.documents.experiments import VIDEO, Experiment
 from launch.documents.measured import Measured
-from launch.job import Job
 from launch.sweep import sweep
+from vdpp_core.cli import progress_bar
+from vdpp_core.cli.progress_bar import Far
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import in_one_line
-
-LOOK_S = 2.0  # between looks at how far a run is: reading its events takes time from its ranks
 
 Ended = dict[RunConfig, Measured]
 
@@ -34,23 +32,36 @@ def repeat(book: Book, chosen: Sequence[Experiment], root: Path | None = None) -
     every = {config for experiment in chosen for config in experiment.runs.values()}
     book.num_runs, ended = len(every), Ended()
     output.write(book)
-    with tqdm(total=book.num_runs, unit="run", disable=None) as bar:
+    with progress_bar.following(partial(_far, book)):
         for experiment in chosen:
             part = Part(experiment)
             book.parts.append(part)
             try:
-                _do(part, book, ended, bar, root)
+                _do(part, book, ended, root)
             except Exception as error:
                 part.failed["the section"] = f"{type(error).__name__}: {in_one_line(str(error))}"
             output.write(book)
-            bar.write(output.of_part(part))
+            progress_bar.say(output.of_part(part))
         if book.claims:
-            bar.write(output.of_claims(book.claims))
+            progress_bar.say(output.of_claims(book.claims))
     book.ended = True
     output.write(book)
 
 
-def _do(part: Part, book: Book, ended: Ended, bar: tqdm, root: Path | None) -> None:
+def _far(book: Book) -> Far:
+    """The run that is under way, for the bar."""
+    if book.current is None:
+        return Far("starting")
+    name, job = book.current
+    words, share = "", 0.0
+    if job.outcome() is None:
+        far = job.progress()
+        words, share = progress_bar.in_words(far).doing, far["share"]
+    which = f"run {min(book.runs_done + 1, book.num_runs)} of {book.num_runs}"
+    return Far(which, (book.runs_done + share) / book.num_runs, ", ".join(filter(None, (name, words))))
+
+
+def _do(part: Part, book: Book, ended: Ended, root: Path | None) -> None:
     """Do the runs of a section that no section before has done."""
     names = part.experiment.runs
     for name, config in names.items():
@@ -64,8 +75,10 @@ def _do(part: Part, book: Book, ended: Ended, bar: tqdm, root: Path | None) -> N
         try:
             for job, config in zip(started.jobs, todo, strict=True):
                 shared = [name for name, each in names.items() if each == config]
-                bar.set_description(f"section {part.experiment.section}, {shared[0]}")
-                ended[config] = _wait(job, config, bar, book)
+                book.current = f"section {part.experiment.section}, {shared[0]}", job
+                result = job.wait()
+                ended[config] = Measured(job.run, job.run.config, result)
+                book.runs_done += 1
                 for name in shared:
                     _note(part, name, ended[config])
                 output.write(book)
@@ -77,24 +90,11 @@ def _do(part: Part, book: Book, ended: Ended, bar: tqdm, root: Path | None) -> N
         official_video.make(part.done)
 
 
-def _wait(job: Job, config: RunConfig, bar: tqdm, book: Book) -> Measured:
-    while job.outcome() is None:
-        try:
-            job.wait(LOOK_S)
-        except TimeoutError:
-            if not bar.disable:
-                bar.n = book.runs_done + round(job.progress()["share"], 2)
-                bar.refresh()
-    book.runs_done += 1
-    bar.n = book.runs_done
-    bar.refresh()
-    return Measured(job.run, job.run.config, job.result())
-
-
 def _note(part: Part, name: str, run: Measured) -> None:
     """Add what a run left to its section. Running out of memory is what two rows of section 12 are about."""
     if run.outcome == "ok" or (run.outcome == "oom" and part.experiment.may_be_full):
         part.done[name] = run
     else:
         part.failed[name] = f"{run.outcome}, {run.failure}"
-    part.notes += [f"{name} was disturbed: {line}" for line in run.result.get("disturbed") or []]
+    for line in run.result.get("disturbed") or []:
+        part.disturbed.setdefault(line, []).append(name)

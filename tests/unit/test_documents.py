@@ -96,7 +96,7 @@ def test_on_seven_cards_the_runs_have_the_documents_settings():
     eleven = OF_CARDS["11"].runs["7 ranks"]
     assert (eleven.shape, eleven.total_steps, eleven.num_samples) == ((1, 4, 14, 72, 128), 28, 10)
     assert (eleven.warmup_samples, eleven.guidance_scale, str(eleven.layout)) == (2, 3.0, "pp 7")
-    thirteen = OF_CARDS["13"].runs["SVD, data parallel, 4 ranks"]
+    thirteen = OF_CARDS["13"].runs["SVD, DP, 4 ranks"]
     assert (thirteen.shape, thirteen.num_samples, thirteen.guidance_passes) == ((1, 4, 14, 40, 72), 14, 1)
     assert (str(thirteen.layout), thirteen.warmup_samples * 4) == ("dp 4", 8)
     twelve = list(OF_CARDS["12"].runs.values())
@@ -140,7 +140,7 @@ class Interrupted:
 
 
 class Endless:
-    def outcome(self) -> None:
+    def wait(self) -> None:
         raise KeyboardInterrupt
 
 
@@ -173,8 +173,8 @@ def test_what_is_finished_survives_an_interruption(tmp_path: Path, monkeypatch: 
 
 def test_a_section_or_run_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Failed(Job):
-        def result(self) -> dict[str, Any]:
-            return super().result() | {"outcome": "failed", "failure": {"rank": 3, "cause": "killed"}}
+        def wait(self, timeout: float | None = None) -> dict[str, Any]:
+            return super().wait(timeout) | {"outcome": "failed", "failure": {"rank": 3, "cause": "killed"}}
 
     sweep = Interrupted([finished(tmp_path, "a"), *(Failed(finished(tmp_path, name).folder) for name in "bcd")])
 
@@ -196,9 +196,7 @@ def test_a_section_or_run_that_fails_is_a_row_and_the_others_go_on(tmp_path: Pat
 
 
 def test_tables_fit_a_terminal_and_repeat_no_reason():
-    row = Row(
-        "13", "DummyUNet, data parallel, 7 ranks: a long name", 1234.5678, 0.00031, "s", "a reason of many words " * 4
-    )
+    row = Row("13", "DummyUNet, DP, 7 ranks: a long name", 1234.5678, 0.00031, "s", "a reason of many words " * 4)
     lines = output.table([row, row]).splitlines()
     assert max(map(len, lines)) <= 100
     assert sum(output.AS_ABOVE in line for line in lines) == 1
