@@ -219,9 +219,10 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert line.split()[2:4] == ["pp", "7"]
     assert "5.29" in line  # GB, as published: 5.33
     assert "published: one A5000" in said
-    main(["documents", "--dry-run", "--section", "2"])
+    main(["documents", "--dry-run", "--section", "2,12"])
     said = capsys.readouterr().out
-    assert "4 runs, small sizes" in said
+    assert "12 runs, small sizes" in said
+    assert [line[:5] for line in said.splitlines() if "out of memory" in line] == ["row 4", "row 8"]
     assert "assumed, as no run here tells: dummy model" in said
     assert not list(tmp_path.iterdir())
 
