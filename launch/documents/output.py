@@ -35,7 +35,8 @@ table{border-collapse:collapse;width:100%;font-size:14px}
 td,th{padding:.25em .7em .25em 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 tr+tr td{border-top:1px solid var(--line)}th{border-bottom:2px solid var(--line)}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
-.rows{table-layout:fixed}.rows th:nth-child(1){width:29%}.rows th:nth-child(4){width:7%}.rows th:nth-child(5){width:36%}
+.rows{table-layout:fixed}.rows th{box-sizing:border-box;width:15%;overflow-wrap:normal}.rows th:nth-child(1){width:27%}
+.rows th:nth-child(4){width:9%}.rows th:nth-child(5){width:34%}
 .rows td:last-child,.rows th:last-child{padding-left:1em}
 .quiet{opacity:.65}.pass{color:var(--good);font-weight:600}.fail{color:var(--bad);font-weight:600}
 .facts th{border:0;width:9em;font-weight:600}.facts td{border:0}
