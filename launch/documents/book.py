@@ -10,7 +10,7 @@ from launch.documents import experiments
 from launch.documents.experiments import Experiment
 from launch.documents.machine import Machine
 from launch.documents.measured import Measured
-from launch.documents.rows import Row
+from launch.documents.rows import Row, place
 from launch.job import Job
 from vdpp_core.cli.words import counted
 from vdpp_core.config.errors import in_one_line
@@ -75,6 +75,11 @@ class Book:
     current: tuple[str, Job] | None = None
     ended: bool = False
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def sections(self) -> list[Part]:
+        """The parts in the order of the documents."""
+        return sorted(self.parts, key=lambda part: place(part.experiment.section))
 
     @property
     def took(self) -> str:

@@ -15,7 +15,7 @@ from launch.documents import claims, experiments, figures, output
 from launch.documents.book import Book
 from launch.documents.machine import Machine
 from launch.documents.plan import Plan
-from launch.documents.repeat import repeat
+from launch.documents.repeat import heeded, repeat
 from launch.documents.rows import place
 from vdpp_core.cli import progress_bar
 from vdpp_core.cli.arguments import N, Switch, quiet, shown, whole_number
@@ -50,7 +50,7 @@ class Documents:
                 planned = Plan(here).text(chosen)
             print(planned)
             return
-        for ending in (signal.SIGTERM, signal.SIGHUP):
+        for ending in heeded():
             signal.signal(ending, signal.default_int_handler)  # the runs end with this command
         folder = runfolder.runs_root() / f"{time.strftime('%Y%m%d-%H%M%S')}-documents-{secrets.token_hex(2)}"
         book = Book(here, folder, about)

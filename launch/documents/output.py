@@ -108,7 +108,7 @@ def _where(section: str) -> str:
 
 def write(book: Book) -> None:
     """Write the page and the CSV; what was there before is replaced whole."""
-    rows = [("measured", row) for part in book.parts for row in part.rows] + [
+    rows = [("measured", row) for part in book.sections for row in part.rows] + [
         ("arithmetic", row) for row in book.claims
     ]
     frame = pd.DataFrame(
@@ -143,7 +143,7 @@ def page(book: Book) -> str:
         "state": book.state,
     }
     head = "".join(f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items())
-    links = [(_anchor(part), f"{part.experiment.section} {part.experiment.title}") for part in book.parts]
+    links = [(_anchor(part), f"{part.experiment.section} {part.experiment.title}") for part in book.sections]
     links += [("claims", CLAIMS)] * bool(book.claims)
     contents = " · ".join(f'<a href="#{anchor}">{escape(words)}</a>' for anchor, words in links)
     claims = f'<h2 id="claims">{CLAIMS}</h2>{_table(_with_place(book.claims), OF_CLAIMS)}' if book.claims else ""
@@ -153,7 +153,7 @@ def page(book: Book) -> str:
 <h1>The documents, repeated</h1>
 <p>{escape(intro)}</p>
 <table class="facts">{head}</table><p>{contents}</p>
-{"".join(map(_section, book.parts))}{claims}
+{"".join(map(_section, book.sections))}{claims}
 </html>
 """
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -11,11 +13,13 @@ from launch.documents import official_video, output
 from launch.documents.book import Book, Part
 from launch.documents.experiments import VIDEO, Experiment
 from launch.documents.measured import Measured
-from launch.sweep import sweep
+from launch.sweep import Sweep, sweep
 from vdpp_core.cli import progress_bar
 from vdpp_core.cli.progress_bar import Far
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import in_one_line
+
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Ended = dict[RunConfig, Measured]
 
@@ -69,25 +73,52 @@ def _do(part: Part, book: Book, ended: Ended, root: Path | None) -> None:
             _note(part, name, ended[config])
     todo = list(dict.fromkeys(config for config in names.values() if config not in ended))
     if todo:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ranks beyond cores, and of memory: the table says both
-            started = sweep(todo, root=root)
-        try:
-            for job, config in zip(started.jobs, todo, strict=True):
-                shared = [name for name, each in names.items() if each == config]
-                book.current = f"section {part.experiment.section}, {shared[0]}", job
-                result = job.wait()
-                ended[config] = Measured(job.run, job.run.config, result)
-                book.runs_done += 1
-                for name in shared:
-                    _note(part, name, ended[config])
-                output.write(book)
-            started.wait()
-        except BaseException:
-            started.stop()
-            raise
+        _run(part, todo, book, ended, root)
     if VIDEO in part.done:
         official_video.make(part.done)
+
+
+def _run(part: Part, todo: Sequence[RunConfig], book: Book, ended: Ended, root: Path | None) -> None:
+    """Do runs in the background, and add what each of them left. They end with this function, however that ends."""
+    started: Sweep | None = None
+    try:
+        with held_back(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ranks beyond cores, and of memory: the table says both
+            started = sweep(todo, root=root)
+        for job, config in zip(started.jobs, todo, strict=True):
+            shared = [name for name, each in part.experiment.runs.items() if each == config]
+            book.current = f"section {part.experiment.section}, {shared[0]}", job
+            result = job.wait()
+            ended[config] = Measured(job.run, job.run.config, result)
+            book.runs_done += 1
+            for name in shared:
+                _note(part, name, ended[config])
+            output.write(book)
+        started.wait()
+    except BaseException:
+        if started is not None:
+            with held_back():
+                started.stop()
+        raise
+
+
+def heeded() -> list[signal.Signals]:
+    """What ends this command from outside, without what it was told to ignore, by nohup for example."""
+    return [each for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN]
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold back Ctrl-C and what ends this command from outside until the body, which must be whole, is done."""
+    came: list[int] = []
+    before = {each: signal.signal(each, lambda number, _: came.append(number)) for each in heeded()}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _note(part: Part, name: str, run: Measured) -> None:
