@@ -10,7 +10,9 @@ from launch.documents import experiments
 from launch.documents.experiments import Experiment
 from launch.documents.machine import Machine
 from launch.documents.measured import Measured
-from launch.documents.rows import Row
+from launch.documents.rows import Row, place
+from launch.job import Job
+from vdpp_core.cli.words import counted
 from vdpp_core.config.errors import in_one_line
 
 
@@ -21,13 +23,13 @@ class Part:
     Attributes:
         done: name of a run -> what it left.
         failed: name of a run, or "the section" -> why it failed.
-        notes: what disturbed its runs.
+        disturbed: how a run was -> names of the runs.
     """
 
     experiment: Experiment
     done: dict[str, Measured] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    disturbed: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[Row]:
@@ -38,6 +40,11 @@ class Part:
             return self.experiment.rows(self.done) + bad
         except (OSError, ValueError) as error:  # the files of a run are damaged or gone
             return [*bad, Row(section, "the section", None, "failed", why=in_one_line(str(error)))]
+
+    @property
+    def notes(self) -> list[str]:
+        """What makes times unrepresentative, in words."""
+        return [f"disturbed ({'; '.join(names)}): {line}" for line, names in self.disturbed.items()]
 
     @property
     def videos(self) -> dict[str, Path]:
@@ -56,6 +63,7 @@ class Book:
     Attributes:
         folder: of the page.
         num_runs: of all chosen sections; `runs_done`: of them.
+        current: section and name of the run that is under way, and its job.
     """
 
     machine: Machine
@@ -64,8 +72,14 @@ class Book:
     parts: list[Part] = field(default_factory=list)
     num_runs: int = 0
     runs_done: int = 0
+    current: tuple[str, Job] | None = None
     ended: bool = False
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def sections(self) -> list[Part]:
+        """The parts in the order of the documents."""
+        return sorted(self.parts, key=lambda part: place(part.experiment.section))
 
     @property
     def took(self) -> str:
@@ -82,7 +96,7 @@ class Book:
     @property
     def state(self) -> str:
         """How far it is, in words."""
-        runs = f"{self.runs_done} of {self.num_runs} run{'s' * (self.num_runs != 1)}"
+        runs = f"{self.runs_done} of {counted(self.num_runs, 'run')}"
         if not self.ended:
             return f"incomplete: {runs} after {self.took}"
         bad = sum(len(part.failed) for part in self.parts)

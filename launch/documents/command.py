@@ -15,8 +15,9 @@ from launch.documents import claims, experiments, figures, output
 from launch.documents.book import Book
 from launch.documents.machine import Machine
 from launch.documents.plan import Plan
-from launch.documents.repeat import repeat
+from launch.documents.repeat import heeded, repeat
 from launch.documents.rows import place
+from vdpp_core.cli import progress_bar
 from vdpp_core.cli.arguments import N, Switch, quiet, shown, whole_number
 from vdpp_core.config.axes import MOST_RANKS
 from vdpp_core.config.errors import ConfigError
@@ -45,9 +46,11 @@ class Documents:
         chosen = [each for each in all_experiments if each.section in wanted]
         about = [row for row in all_claims if row.section in wanted]
         if self.dry_run:
-            print(Plan(here).text(chosen))
+            with progress_bar.working("predicting"):
+                planned = Plan(here).text(chosen)
+            print(planned)
             return
-        for ending in (signal.SIGTERM, signal.SIGHUP):
+        for ending in heeded():
             signal.signal(ending, signal.default_int_handler)  # the runs end with this command
         folder = runfolder.runs_root() / f"{time.strftime('%Y%m%d-%H%M%S')}-documents-{secrets.token_hex(2)}"
         book = Book(here, folder, about)

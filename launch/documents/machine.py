@@ -58,7 +58,7 @@ class Machine:
     def why(self, config: RunConfig, published: int, *others: str) -> str:
         """Why a run's figures differ from those published for so many GPUs, in words."""
         ranks, reasons = config.layout.world_size, []
-        if config.device == "cpu" and config.model != "dummy":
+        if config.device == "cpu" and config.shape != figures.DUMMY_LATENTS:
             reasons.append(f"small: {config.model}, {config.size_text}, CPU")
         elif config.device != "cpu" and figures.CARD not in self.name:
             reasons.append(self.name)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Any
 
-import psutil
 from torch import Tensor
 
 from vdpp_core.config import RunConfig
@@ -49,28 +47,12 @@ class Measured:
 
     @cached_property
     def phases(self) -> dict[str, float | None]:
-        """Seconds of load, encode, cold_step and total on the rank that took longest; None where not known."""
-        result, events = self.result, self.run.events()
-        ranks: list[dict[str, Any]] = result.get("time_s_per_rank") or []
-        if ranks:
-            cold = result.get("cold_step_s_per_rank") or [None] * len(ranks)
-            ranks = [known | {"cold_step": step} for known, step in zip(ranks, cold, strict=True)]
-        else:  # of an earlier version
-            ranks = [_from_events(events, rank) for rank in range(self.config.layout.world_size)]
-        names = ("load", "encode", "cold_step", "total")
-        found = {name: [rank[name] for rank in ranks if rank.get(name) is not None] for name in names}
-        return {name: max(seconds, default=None) for name, seconds in found.items()}
+        """Seconds of load, encode, cold_step and total on the rank that took longest; None where not known.
 
-
-def _from_events(events: Sequence[kinds.Event], rank: int) -> dict[str, float]:
-    """What events alone tell: loading includes encoding, and the first step includes connecting."""
-    own = [event for event in events if event.rank == rank]
-    start, warm, done = kinds.of(own, kinds.Start)[-1:], kinds.of(own, kinds.Warm)[-1:], kinds.of(own, kinds.Done)[-1:]
-    loaded = [event for event in own if event.kind == "loaded"]
-    if not (start and loaded and warm and done):
-        return {}
-    return {
-        "load": loaded[0].t - start[0].t,
-        "cold_step": warm[0].t - warm[0].seconds - loaded[0].t,
-        "total": done[0].t - psutil.boot_time() - start[0].created,
-    }
+        The total begins with the ranks' processes: a launcher may have done other runs before.
+        """
+        ranks: list[dict[str, float]] = self.result["time_s_per_rank"]
+        found: dict[str, list[float | None]] = {name: [rank.get(name) for rank in ranks] for name in ("load", "encode")}
+        found["total"] = [rank["total"] - rank["launch"] if rank else None for rank in ranks]
+        found["cold_step"] = self.result["cold_step_s_per_rank"]
+        return {name: max(filter(None, seconds), default=None) for name, seconds in found.items()}

@@ -16,6 +16,7 @@ from launch.documents import experiments, figures
 from launch.documents.book import Book, Part
 from launch.documents.machine import ranks_text
 from launch.documents.rows import Row, number
+from vdpp_core.cli.words import WIDTH
 from vdpp_core.runs import machine
 from vdpp_core.runs.files import write_atomically
 
@@ -34,7 +35,8 @@ table{border-collapse:collapse;width:100%;font-size:14px}
 td,th{padding:.25em .7em .25em 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 tr+tr td{border-top:1px solid var(--line)}th{border-bottom:2px solid var(--line)}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
-.rows{table-layout:fixed}.rows th:nth-child(1){width:29%}.rows th:nth-child(4){width:7%}.rows th:nth-child(5){width:36%}
+.rows{table-layout:fixed}.rows th{box-sizing:border-box;width:15%;overflow-wrap:normal}.rows th:nth-child(1){width:27%}
+.rows th:nth-child(4){width:9%}.rows th:nth-child(5){width:34%}
 .rows td:last-child,.rows th:last-child{padding-left:1em}
 .quiet{opacity:.65}.pass{color:var(--good);font-weight:600}.fail{color:var(--bad);font-weight:600}
 .facts th{border:0;width:9em;font-weight:600}.facts td{border:0}
@@ -69,11 +71,13 @@ def table(rows: Sequence[Row], heads: Sequence[str] = HEADS) -> str:
 def of_part(part: Part) -> str:
     """A section's table as text, with its settings and which rank had which steps."""
     experiment = part.experiment
-    lines = [f"Section {experiment.section}: {experiment.title}", *textwrap.wrap(experiment.setting, 100), ""]
+    lines = [f"Section {experiment.section}: {experiment.title}", *textwrap.wrap(experiment.setting, WIDTH), ""]
     if experiment.steps_on_ranks:
         stages = experiment.steps_on_ranks[max(experiment.steps_on_ranks)]
         lines += [wrapped(cells, (6, 24, 30)) for cells in [STEP_HEADS, *_steps(stages)]] + [""]
-    return "\n".join([*lines, table(part.rows), *(f"note: {note}" for note in part.notes), ""])
+    return "\n".join(
+        [*lines, table(part.rows), *(line for note in part.notes for line in textwrap.wrap(note, WIDTH)), ""]
+    )
 
 
 STEP_HEADS = ("rank", "steps, as the documents", "steps in order of execution")
@@ -104,7 +108,7 @@ def _where(section: str) -> str:
 
 def write(book: Book) -> None:
     """Write the page and the CSV; what was there before is replaced whole."""
-    rows = [("measured", row) for part in book.parts for row in part.rows] + [
+    rows = [("measured", row) for part in book.sections for row in part.rows] + [
         ("arithmetic", row) for row in book.claims
     ]
     frame = pd.DataFrame(
@@ -139,7 +143,7 @@ def page(book: Book) -> str:
         "state": book.state,
     }
     head = "".join(f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items())
-    links = [(_anchor(part), f"{part.experiment.section} {part.experiment.title}") for part in book.parts]
+    links = [(_anchor(part), f"{part.experiment.section} {part.experiment.title}") for part in book.sections]
     links += [("claims", CLAIMS)] * bool(book.claims)
     contents = " · ".join(f'<a href="#{anchor}">{escape(words)}</a>' for anchor, words in links)
     claims = f'<h2 id="claims">{CLAIMS}</h2>{_table(_with_place(book.claims), OF_CLAIMS)}' if book.claims else ""
@@ -149,7 +153,7 @@ def page(book: Book) -> str:
 <h1>The documents, repeated</h1>
 <p>{escape(intro)}</p>
 <table class="facts">{head}</table><p>{contents}</p>
-{"".join(map(_section, book.parts))}{claims}
+{"".join(map(_section, book.sections))}{claims}
 </html>
 """
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from tqdm import tqdm
-
 from launch.documents import figures, output
 from launch.documents.experiments import Experiment
 from launch.documents.machine import Machine
 from launch.documents.rows import number
+from vdpp_core.cli.words import WIDTH, counted
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.config.layout import Parallel
@@ -25,6 +24,7 @@ from vdpp_core.runs import runfolder
 
 HEADS = ("run", "layout", "latents", "steps × samples", "time", "GB a rank")
 WIDTHS = (35, 11, 14, 8, 13, 9)
+LAUNCHES = "Theirs took 0.15 s a step, waiting for kernel launches, which predictions leave out."
 CORE_FLOPS = {"dummy": 15e9, "tiny": 30e9, "medium": 40e9}  # a core of the machine of docs/benchmark.md
 MOST_RUNS = 200  # finished ones that are looked at for rates
 
@@ -38,41 +38,27 @@ class Plan:
 
     def text(self, chosen: Sequence[Experiment]) -> str:
         """A table for each section, and the sum; runs that an earlier section has done are not counted again."""
-        counted, total, lines = set[RunConfig](), 0.0, list[str]()
-        with tqdm(
-            total=sum(len(each.runs) for each in chosen), desc="predicting", unit="run", leave=False, disable=None
-        ) as bar:
-            for experiment in chosen:
-                lines += ["", f"Section {experiment.section}: {experiment.title}", ""]
-                lines += [output.wrapped(HEADS, WIDTHS), output.wrapped(["-" * width for width in WIDTHS], WIDTHS)]
-                for name, config in experiment.runs.items():
-                    seconds = self.seconds(config)
-                    lines.append(output.wrapped(self._cells(name, config, seconds, config in counted), WIDTHS))
-                    total += 0.0 if config in counted else seconds or 0.0
-                    counted.add(config)
-                    bar.update()
+        counted_in, lines = dict[RunConfig, float](), list[str]()
+        for experiment in chosen:
+            lines += ["", f"Section {experiment.section}: {experiment.title}", ""]
+            lines += [output.wrapped(HEADS, WIDTHS), output.wrapped(["-" * width for width in WIDTHS], WIDTHS)]
+            for name, config in experiment.runs.items():
+                seconds, is_done = self.seconds(config), config in counted_in
+                lines.append(output.wrapped(self._cells(name, config, seconds, is_done), WIDTHS))
+                counted_in[config] = seconds or 0.0
+            if experiment.section == "5" and not self.machine.small:
+                lines.append(LAUNCHES)
         sizes = "small sizes" if self.machine.small else "the documents' sizes"
-        runs = f"{len(counted)} run{'s' * (len(counted) != 1)}, {sizes}, about {duration(total)} without start-up"
-        ends = [
-            f"{self.machine.name}: {runs}; nothing is run now",
-            f"rates: {'; '.join(self.sources) or 'none needed'}",
-        ]
-        head, foot = ("\n".join(textwrap.wrap(words, 100)) for words in ends)
-        return "\n".join([head, *lines, "", foot])
+        total = f"about {duration(sum(counted_in.values()))} without start-up"
+        head = f"{self.machine.name}: {counted(len(counted_in), 'run')}, {sizes}, {total}; nothing is run now"
+        foot = f"rates: {'; '.join(self.sources) or 'none needed'}"
+        return "\n".join([*textwrap.wrap(head, WIDTH), *lines, "", *textwrap.wrap(foot, WIDTH)])
 
     def _cells(self, name: str, config: RunConfig, seconds: float | None, is_done: bool) -> tuple[str, ...]:
         samples = config.num_samples + config.warmup_samples * config.layout.dp
         steps = f"{config.total_steps} × {samples}"
-        time = "as above" if is_done else "–" if seconds is None else duration(seconds)
-        peak = memory.predict(config).total / 1e9
-        return (
-            name,
-            str(config.layout),
-            config.size_text,
-            steps,
-            time,
-            number(peak) + ", too much" * self.is_full(config),
-        )
+        time = "as above" if is_done else "out of memory" if seconds is None else duration(seconds)
+        return name, str(config.layout), config.size_text, steps, time, number(memory.predict(config).total / 1e9)
 
     def is_full(self, config: RunConfig) -> bool:
         """Whether a run is predicted to find too little memory on a card, or in the limit that plays one."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-
-from tqdm import tqdm
 
 from launch.documents import official_video, output
 from launch.documents.book import Book, Part
 from launch.documents.experiments import VIDEO, Experiment
 from launch.documents.measured import Measured
-from launch.job import Job
-from launch.sweep import sweep
+from launch.sweep import Sweep, sweep
+from vdpp_core.cli import progress_bar
+from vdpp_core.cli.progress_bar import Far
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import in_one_line
 
-LOOK_S = 2.0  # between looks at how far a run is: reading its events takes time from its ranks
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Ended = dict[RunConfig, Measured]
 
@@ -34,23 +36,36 @@ def repeat(book: Book, chosen: Sequence[Experiment], root: Path | None = None) -
     every = {config for experiment in chosen for config in experiment.runs.values()}
     book.num_runs, ended = len(every), Ended()
     output.write(book)
-    with tqdm(total=book.num_runs, unit="run", disable=None) as bar:
+    with progress_bar.following(partial(_far, book)):
         for experiment in chosen:
             part = Part(experiment)
             book.parts.append(part)
             try:
-                _do(part, book, ended, bar, root)
+                _do(part, book, ended, root)
             except Exception as error:
                 part.failed["the section"] = f"{type(error).__name__}: {in_one_line(str(error))}"
             output.write(book)
-            bar.write(output.of_part(part))
+            progress_bar.say(output.of_part(part))
         if book.claims:
-            bar.write(output.of_claims(book.claims))
+            progress_bar.say(output.of_claims(book.claims))
     book.ended = True
     output.write(book)
 
 
-def _do(part: Part, book: Book, ended: Ended, bar: tqdm, root: Path | None) -> None:
+def _far(book: Book) -> Far:
+    """The run that is under way, for the bar."""
+    if book.current is None:
+        return Far("starting")
+    name, job = book.current
+    words, share = "", 0.0
+    if job.outcome() is None:
+        far = job.progress()
+        words, share = progress_bar.in_words(far).doing, far["share"]
+    which = f"run {min(book.runs_done + 1, book.num_runs)} of {book.num_runs}"
+    return Far(which, (book.runs_done + share) / book.num_runs, ", ".join(filter(None, (name, words))))
+
+
+def _do(part: Part, book: Book, ended: Ended, root: Path | None) -> None:
     """Do the runs of a section that no section before has done."""
     names = part.experiment.runs
     for name, config in names.items():
@@ -58,37 +73,52 @@ def _do(part: Part, book: Book, ended: Ended, bar: tqdm, root: Path | None) -> N
             _note(part, name, ended[config])
     todo = list(dict.fromkeys(config for config in names.values() if config not in ended))
     if todo:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ranks beyond cores, and of memory: the table says both
-            started = sweep(todo, root=root)
-        try:
-            for job, config in zip(started.jobs, todo, strict=True):
-                shared = [name for name, each in names.items() if each == config]
-                bar.set_description(f"section {part.experiment.section}, {shared[0]}")
-                ended[config] = _wait(job, config, bar, book)
-                for name in shared:
-                    _note(part, name, ended[config])
-                output.write(book)
-            started.wait()
-        except BaseException:
-            started.stop()
-            raise
+        _run(part, todo, book, ended, root)
     if VIDEO in part.done:
         official_video.make(part.done)
 
 
-def _wait(job: Job, config: RunConfig, bar: tqdm, book: Book) -> Measured:
-    while job.outcome() is None:
-        try:
-            job.wait(LOOK_S)
-        except TimeoutError:
-            if not bar.disable:
-                bar.n = book.runs_done + round(job.progress()["share"], 2)
-                bar.refresh()
-    book.runs_done += 1
-    bar.n = book.runs_done
-    bar.refresh()
-    return Measured(job.run, job.run.config, job.result())
+def _run(part: Part, todo: Sequence[RunConfig], book: Book, ended: Ended, root: Path | None) -> None:
+    """Do runs in the background, and add what each of them left. They end with this function, however that ends."""
+    started: Sweep | None = None
+    try:
+        with held_back(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ranks beyond cores, and of memory: the table says both
+            started = sweep(todo, root=root)
+        for job, config in zip(started.jobs, todo, strict=True):
+            shared = [name for name, each in part.experiment.runs.items() if each == config]
+            book.current = f"section {part.experiment.section}, {shared[0]}", job
+            result = job.wait()
+            ended[config] = Measured(job.run, job.run.config, result)
+            book.runs_done += 1
+            for name in shared:
+                _note(part, name, ended[config])
+            output.write(book)
+        started.wait()
+    except BaseException:
+        if started is not None:
+            with held_back():
+                started.stop()
+        raise
+
+
+def heeded() -> list[signal.Signals]:
+    """What ends this command from outside, without what it was told to ignore, by nohup for example."""
+    return [each for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN]
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold back Ctrl-C and what ends this command from outside until the body, which must be whole, is done."""
+    came: list[int] = []
+    before = {each: signal.signal(each, lambda number, _: came.append(number)) for each in heeded()}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _note(part: Part, name: str, run: Measured) -> None:
@@ -97,4 +127,5 @@ def _note(part: Part, name: str, run: Measured) -> None:
         part.done[name] = run
     else:
         part.failed[name] = f"{run.outcome}, {run.failure}"
-    part.notes += [f"{name} was disturbed: {line}" for line in run.result.get("disturbed") or []]
+    for line in run.result.get("disturbed") or []:
+        part.disturbed.setdefault(line, []).append(name)

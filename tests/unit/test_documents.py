@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,7 @@ def test_on_seven_cards_the_runs_have_the_documents_settings():
     eleven = OF_CARDS["11"].runs["7 ranks"]
     assert (eleven.shape, eleven.total_steps, eleven.num_samples) == ((1, 4, 14, 72, 128), 28, 10)
     assert (eleven.warmup_samples, eleven.guidance_scale, str(eleven.layout)) == (2, 3.0, "pp 7")
-    thirteen = OF_CARDS["13"].runs["SVD, data parallel, 4 ranks"]
+    thirteen = OF_CARDS["13"].runs["SVD, DP, 4 ranks"]
     assert (thirteen.shape, thirteen.num_samples, thirteen.guidance_passes) == ((1, 4, 14, 40, 72), 14, 1)
     assert (str(thirteen.layout), thirteen.warmup_samples * 4) == ("dp 4", 8)
     twelve = list(OF_CARDS["12"].runs.values())
@@ -140,7 +142,7 @@ class Interrupted:
 
 
 class Endless:
-    def outcome(self) -> None:
+    def wait(self) -> None:
         raise KeyboardInterrupt
 
 
@@ -171,10 +173,24 @@ def test_what_is_finished_survives_an_interruption(tmp_path: Path, monkeypatch: 
     assert "<script" not in page
 
 
+def test_stopping_runs_is_not_interrupted():
+    done = []
+
+    def stop() -> None:
+        with repeat.held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("stopped")
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_section_or_run_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Failed(Job):
-        def result(self) -> dict[str, Any]:
-            return super().result() | {"outcome": "failed", "failure": {"rank": 3, "cause": "killed"}}
+        def wait(self, timeout: float | None = None) -> dict[str, Any]:
+            return super().wait(timeout) | {"outcome": "failed", "failure": {"rank": 3, "cause": "killed"}}
 
     sweep = Interrupted([finished(tmp_path, "a"), *(Failed(finished(tmp_path, name).folder) for name in "bcd")])
 
@@ -196,9 +212,7 @@ def test_a_section_or_run_that_fails_is_a_row_and_the_others_go_on(tmp_path: Pat
 
 
 def test_tables_fit_a_terminal_and_repeat_no_reason():
-    row = Row(
-        "13", "DummyUNet, data parallel, 7 ranks: a long name", 1234.5678, 0.00031, "s", "a reason of many words " * 4
-    )
+    row = Row("13", "DummyUNet, DP, 7 ranks: a long name", 1234.5678, 0.00031, "s", "a reason of many words " * 4)
     lines = output.table([row, row]).splitlines()
     assert max(map(len, lines)) <= 100
     assert sum(output.AS_ABOVE in line for line in lines) == 1
@@ -221,9 +235,10 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert line.split()[2:4] == ["pp", "7"]
     assert "5.29" in line  # GB, as published: 5.33
     assert "published: one A5000" in said
-    main(["documents", "--dry-run", "--section", "2"])
+    main(["documents", "--dry-run", "--section", "2,12"])
     said = capsys.readouterr().out
-    assert "4 runs, small sizes" in said
+    assert "12 runs, small sizes" in said
+    assert [line[:5] for line in said.splitlines() if "out of memory" in line] == ["row 4", "row 8"]
     assert "assumed, as no run here tells: dummy model" in said
     assert not list(tmp_path.iterdir())
 
