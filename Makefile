@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 READY := .venv/ready
+CONSTRAINTS := constraints$(shell $(PYTHON) -c "import sys; print('-3.10' * (sys.version_info < (3, 11)))").txt
 IN_ORDER := -m pytest --dist loadfile --no-loadscope-reorder # of the arguments, which have the longest files first
 UNIT := OMP_NUM_THREADS=1 $(VENV)/python $(IN_ORDER) -n 2
 RANKS := OMP_WAIT_POLICY=PASSIVE $(VENV)/python $(IN_ORDER) -n 4 # ranks wait more than they compute
@@ -57,7 +58,7 @@ benchmark: $(READY) ## step pipeline and splitting one forward pass against the 
 gpu-check: $(READY) ## peak memory on the CUDA devices here, measured, predicted, published; peers (minutes); DRY=1: the plan
 	$(VENV)/python -m tests.gpu.check $(if $(DRY),--dry)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(VENV)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev]"
 	touch $(READY)

@@ -34,7 +34,7 @@ from vdpp_core.cli import local_torchrun
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import ConfigError, redacted
 from vdpp_core.predict import prediction
-from vdpp_core.runs import events, runfolder, stalls
+from vdpp_core.runs import events, processes, runfolder, stalls
 from vdpp_core.runs.files import Place
 from vdpp_core.runs.run import Run
 
@@ -90,6 +90,7 @@ def supervise(folder: Path, others: Others | None = None) -> None:
         try:
             if others is not None:
                 others.meet()
+            processes.begin_run()
             elastic_launch(_agent(folder, others), sys.executable)("-m", "vdpp_core", "run", str(folder))
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tomllib
+import sys
 from pathlib import Path
 
 import diffusers
@@ -23,6 +23,11 @@ from vdpp_core.models import pipelines
 from vdpp_core.models.stage import NoClock, Stage
 from vdpp_core.models.stand_ins import Inventor, Recorder
 from vdpp_core.predict import costs, memory
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 FOLDER = Path(str(CONFIGURATIONS["wan22"]))
 HUB = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"

@@ -175,6 +175,5 @@ def _execute(folder: Path, ranks: Ranks, first: bool = True) -> None:
 
 def _startup(ranks: Ranks) -> dict[str, float]:
     """How long its launcher took to start this process, and this process to import and check, for its start event."""
-    own = processes.age_s(os.getpid())
-    launch = processes.age_s(os.getppid()) - own if ranks.under_torchrun else 0.0
-    return {"launch_s": launch, "import_s": own}
+    launch_s = processes.launch_s() if ranks.under_torchrun else 0.0
+    return {"launch_s": launch_s, "import_s": processes.age_s(os.getpid())}

@@ -53,7 +53,8 @@ class Piece(NamedTuple):
         for block in self.blocks:
             own = block // self.group.size
             first = begin + self.group.rank * own
-            parts.append(whole[(*[slice(None)] * self.dim, slice(first, first + own))])
+            place = (slice(None),) * self.dim + (slice(first, first + own),)
+            parts.append(whole[place])
             begin += block
         return torch.cat(parts, self.dim)
 

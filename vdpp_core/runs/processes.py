@@ -14,6 +14,7 @@ import psutil
 from vdpp_core.runs.event_types import Start
 from vdpp_core.runs.files import write_atomically
 
+_RUN_BEGAN = "VDPP_RUN_BEGAN"  # environment variable
 PATIENCE_S = 3600.0  # with a run that writes nothing: weights may be downloaded
 
 
@@ -34,8 +35,24 @@ def created_s(pid: int) -> float:
 
 def age_s(pid: int) -> float:
     """Seconds since a process began."""
-    now = time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.time()
-    return now - created_s(pid)
+    return _now() - created_s(pid)
+
+
+def _now() -> float:
+    """On the clock of `created_s`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.time()
+
+
+def begin_run() -> None:
+    """Have the ranks that this process starts from now on count their launch from here."""
+    os.environ[_RUN_BEGAN] = str(_now())
+
+
+def launch_s() -> float:
+    """Seconds from the beginning of a rank's run, or of its launcher where that runs nothing else, to its own."""
+    launcher_age = age_s(os.getppid())
+    began = float(os.environ.get(_RUN_BEGAN, 0.0))
+    return (min(launcher_age, _now() - began) if began else launcher_age) - age_s(os.getpid())
 
 
 def is_alive(pid: int, created: float) -> bool:
