@@ -64,7 +64,10 @@ def in_lines(job: Job | Sweep) -> list[str]:
     """
     if isinstance(job, Sweep):
         return [_line("sweep", job.run_id), _line("status", job.status()), *table(job.jobs)]
-    progress, ended = job.progress(), job.outcome() is not None
+    try:
+        progress, ended = job.progress(), job.outcome() is not None
+    except (ConfigError, FileNotFoundError) as error:  # damaged, or just removed
+        return [_line("run", job.run_id), _line("status", str(error))]
     facts = {"run": job.run_id, "outcome" if ended else "status": progress["status"]}
     result = job.run.result() or {}
     failure = result.get("failure") or {}

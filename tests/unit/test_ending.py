@@ -78,7 +78,7 @@ def test_a_run_whose_folder_is_gone_is_ended_by_its_path(called: Start, tmp_path
     assert [lives(process) for process in ours] == [False] * 3
     assert [lives(process) for process in others] == [True] * 6
     refusal = said(["stop", "run"], capsys)
-    assert "no process belongs to one" in refusal
+    assert "No run 'run' in runs/" in refusal
     assert refusal.count("\n") == 1
     assert not run.exists()
 
@@ -95,7 +95,7 @@ def test_a_sweep_whose_folder_is_gone_is_ended_by_its_path(called: Start, tmp_pa
 def test_the_process_of_somebody_else_is_not_touched(called: Start, tmp_path: Path, monkeypatch, capsys):
     process = called("-m", "launch.supervisor", tmp_path / "runs" / "run")
     monkeypatch.setattr("os.getuid", lambda: os.geteuid() + 1)
-    assert "no process belongs to one" in said(["stop", "run"], capsys)
+    assert "No run 'run' in runs/" in said(["stop", "run"], capsys)
     assert lives(process)
 
 

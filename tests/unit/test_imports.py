@@ -26,7 +26,7 @@ ABOVE = {  # room -> the rooms that it may import from
     "cli": {*CORE, "predict", "plots", "compare"},
     "launch": {*CORE, "predict", "plots", "compare", "cli"},
 }
-CORE_MAY_HAVE = 6_340  # lines of code, without blank lines, comments and docstrings
+CORE_MAY_HAVE = 6_350  # lines of code, without blank lines, comments and docstrings
 
 
 class Import(NamedTuple):

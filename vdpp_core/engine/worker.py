@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -126,7 +126,7 @@ class _Rank:
     world: World
     log: EventLog
     surroundings: Surroundings
-    before: dict[str, Any]  # facts of the start event
+    before: dict[str, Any] = field(default_factory=dict)  # facts of the start event
 
     def __post_init__(self) -> None:
         config, world, self.todo = self.run.config, self.world, self.run.work
