@@ -144,7 +144,7 @@ def _what_next(job: Job) -> list[str]:
 
 
 def _wait(job: Job) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # scancel sends it
+    _stop_on_sigterm()
     try:
         with progress_bar.of_run(job.folder):
             result = job.wait()
@@ -173,6 +173,7 @@ class Sweep:
         configs = self._configs(_whole_numbers("ranks", self.ranks))
         running = launch.sweep(configs, whole_number("repeats", self.repeats))
         print(f"sweep {running.run_id}: {counted(len(running.runs), 'run')}", file=sys.stderr)
+        _stop_on_sigterm()
         try:
             with progress_bar.following(partial(_far, running)):
                 for number, job in enumerate(running.jobs, start=1):
@@ -317,6 +318,11 @@ class Stop:
             ended = job.stop()
             how = str(ended["outcome"]) if isinstance(ended, dict) else job.status()
         print(f"{self.run}: {how}")
+
+
+def _stop_on_sigterm() -> None:
+    """Have SIGTERM, as `scancel` and `timeout` send it, stop what this command waits for, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _run(run_id: str) -> Job:
