@@ -249,4 +249,5 @@ def test_what_the_command_says(forked_torchrun, tmp_path):
     said = (tmp_path / "log").read_text()
     assert "ball.png, 256 × 256 pixels, resized to 64 × 64" in said
     assert "1 × 3 frames at 7 frames/s, in videos/" in said
-    assert "latents 1 of 1, frames 1 of 1; largest difference 0 in latents, 0 of 255 in frames" in said
+    assert f"  {'latents':34} bit-equal to the official pipeline\n" in said
+    assert f"  {'frames':34} equal to the official pipeline's\n" in said

@@ -46,6 +46,6 @@ def test_a_rank_that_is_stopped_for_seconds(tmp_path: Path, wait_until: Callable
     assert line in tables.table([job.folder])["disturbed"][0]
     assert "1 of these runs was disturbed" in tables.source([job.folder])
     shown = launch_command(tmp_path, "status", "stopped")
-    assert f"warning: disturbed: {line}" in shown.stderr
+    assert f"disturbed {line}" in shown.stdout
     with pytest.raises(ConfigError, match=r"calibrate .*stopped: was disturbed: rank"):
         rates.from_run(job.folder)

@@ -140,7 +140,7 @@ def test_what_cannot_be_traced_is_one_line(
     with pytest.raises(SystemExit, match="2"):
         main(["trace", *arguments])
     said = capsys.readouterr().err
-    assert said.startswith(("error: RUN nosuch", "error: --output"))
+    assert said.startswith(("error: No run 'nosuch' in runs/", "error: --output"))
     assert said.count("\n") == 1
 
 

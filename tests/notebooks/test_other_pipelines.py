@@ -39,7 +39,8 @@ def test_the_notebook_of_experts_shows_what_fits_and_that_all_ways_give_the_offi
 ):
     shown = texts(executed("09_experts"))
     assert "out of memory while loading" in shown
-    assert shown.count("equal to the official pipeline") == 2
+    assert shown.count(">equal to the official pipeline</th>") == 2
+    assert shown.count(">bit-equal to the official pipeline") == 2
     who = dict(re.findall(r"<th>([0-3])</th>\s*<td>[0-3]–[0-3]</td>\s*<td>([0-9, ]+)</td>", shown))
     assert who == {"0": "0, 1, 2, 3", "1": "0, 3", "2": "1", "3": "2"}
     assert re.search(r"stages beat two loads a video, 4 steps, 2 GPUs, predicted</th>\s*<td[^>]*>(below|at any)", shown)
