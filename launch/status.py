@@ -85,11 +85,9 @@ def in_lines(job: Job | Sweep) -> list[str]:
         lines += [_line("at" if number == 0 else "", text) for number, text in enumerate(_positions(progress))]
     lines += [_line("disturbed", text) for text in job.disturbed()]
     lines += [_line("damaged", text) for text in job.damaged()]
-    return [
-        *lines,
-        _line("log", str(_log(job, rank))),
-        _line("show it", f"{COMMAND} tail {job.run_id} --rank {rank or 0}"),
-    ]
+    if (log := _log(job, rank)).exists():  # a run in the foreground wrote to its terminal
+        lines += [_line("log", str(log)), _line("show it", f"{COMMAND} tail {job.run_id} --rank {rank or 0}")]
+    return lines
 
 
 def _line(label: str, text: str) -> str:

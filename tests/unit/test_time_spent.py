@@ -79,7 +79,7 @@ def test_a_profile_shows_the_layers_of_two_steps_and_their_memory(tmp_path, caps
     assert spent["denoise"] == pytest.approx(sum(steps))
     assert result["cold_step_s_per_rank"] == [event.cold_s for event in kinds.of(run.events(), kinds.Warm)]
     show.run(run.folder, as_json=False)
-    assert f"profile: {tmp_path / 'run/profile'}; python -m launch trace run draws it" in capsys.readouterr().out
+    assert f"profile: {tmp_path / 'run/profile'}\ndraw it: python -m launch trace run" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"profile .*rank-1.json.gz: is not there"):
         profile.draw(run, rank=1)
 

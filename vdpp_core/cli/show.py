@@ -37,7 +37,7 @@ def run(folder: Path, as_json: bool) -> None:
     print("where the time went (s, rank by rank)", *_time_spent(result), sep="\n")
     print(f"run folder: {folder}")
     if config.profile:
-        print(f"profile: {folder / 'profile'}; python -m launch trace {folder.name} draws it")
+        print(f"profile: {folder / 'profile'}", f"draw it: python -m launch trace {folder.name}", sep="\n")
     arguments.warn(f"disturbed: {line}" for line in result.get("disturbed") or [])
 
 
@@ -45,8 +45,8 @@ def _time_spent(result: dict[str, Any]) -> list[str]:
     """A line for each rank, without the parts that took no time anywhere."""
     table = pd.DataFrame(result["time_s_per_rank"]).rename_axis("rank").reset_index()
     table.insert(len(table.columns) - 1, "(cold step)", result["cold_step_s_per_rank"])
-    table = table.loc[:, (table > 0.005).any() | (table.columns == "rank")].rename(columns={"warm_up": "warm-up"})
-    return ["  " + line for line in table.to_string(index=False, float_format="{:.2f}".format, na_rep="–").split("\n")]
+    table = table.loc[:, (table >= 0.05).any() | (table.columns == "rank")].rename(columns={"warm_up": "warm-up"})
+    return ["  " + line for line in table.to_string(index=False, float_format="{:.1f}".format, na_rep="–").split("\n")]
 
 
 def _assignment(config: RunConfig) -> list[str]:
@@ -112,7 +112,7 @@ def _videos(result: dict[str, Any], config: RunConfig) -> dict[str, str]:
     videos = f"{result['videos_written']} × {counted(frames, 'frame')}" if frames else str(result["videos_written"])
     lines = seen | {
         "videos": f"{videos} at {config.fps} frames/s, in videos/",
-        "decoding time of each sample (s)": _listed(result["decode_s"], 2),
+        "decoding and writing each (s)": _listed(result["decode_s"], 2),
     }
     if official := result["official"]:
         lines |= in_words(official)

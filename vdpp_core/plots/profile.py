@@ -58,10 +58,11 @@ def draw(run: Run, rank: int = 0) -> Figure:
     )
     figure, axes = new_figure((1, 2), (10, 1.2 + 0.24 * len(shown)), title, small_print, width_ratios=[3, 2])
     bars, timeline = axes[0]
+    slowest = f"the {len(shown)} slowest layers, {shown['share'].sum():.0%} of the time"
     bars.barh(range(len(shown)), shown["ms"] / STEPS, **hatched(COLOURS["pp"], ""))
     name_rows(bars, shown.index, fontsize=7)
     bars.set_xlabel("time a step (ms)")
-    bars.set_title(f"the {len(shown)} slowest layers, {shown['share'].sum():.0%} of the time", fontsize=9, loc="left")
+    bars.set_title(slowest if len(shown) < len(table) else f"all {len(table)} layers", fontsize=9, loc="left")
     timeline.step(held["ms"], held["gb"] * factor, where="post", color=INK, linewidth=0.8)
     timeline.set_xlabel("time (ms)")
     timeline.set_ylabel(f"memory above the start ({unit})")
