@@ -44,7 +44,7 @@ def run(folder: Path, as_json: bool) -> None:
 def _time_spent(result: dict[str, Any]) -> list[str]:
     """A line for each rank, without the parts that took no time anywhere."""
     table = pd.DataFrame(result["time_s_per_rank"]).rename_axis("rank").reset_index()
-    table.insert(len(table.columns) - 1, "(cold step)", result["cold_step_s_per_rank"])
+    table.insert(len(table.columns) - 1, "cold step", result["cold_step_s_per_rank"])
     table = table.loc[:, (table >= 0.05).any() | (table.columns == "rank")].rename(columns={"warm_up": "warm-up"})
     return ["  " + line for line in table.to_string(index=False, float_format="{:.1f}".format, na_rep="–").split("\n")]
 
