@@ -150,8 +150,11 @@ _run_flags = _flags([*RUN_NAMES, "world_size"], {}, SWITCHES)
 _texts = st.sampled_from(NASTY) | st.text(max_size=12)
 _runs = _either(["run"], st.sampled_from(["damaged", "empty", "sweep", "failed", "nowhere"]) | _texts)
 
+FITTING = ["total_steps", "warmup_samples", "seed", "guidance_scale", "fps", "motion_bucket_id", "timeout_s", "threads"]
+
 core_lines = st.one_of(
     st.tuples(st.sampled_from(["simulate", "benchmark", "generate"]), _run_flags),
+    st.tuples(st.sampled_from(["simulate", "benchmark", "generate"]), _flags(FITTING, {}, ())),
     st.tuples(st.just("memory"), _flags([*RUN_NAMES, "world_size", "capacity_gib"], PLAN, SWITCHES)),
     st.tuples(st.just("plan"), _flags([*RUN_NAMES, *PLAN, "poisson"], PLAN, SWITCHES)).map(
         lambda line: (line[0], ["--gpus", "2", *line[1]])

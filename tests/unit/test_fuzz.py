@@ -97,14 +97,15 @@ def assert_one_line(text: str) -> None:
 
 
 def answer(main: Callable[[list[str]], None], words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and last line of stderr; the other lines are warnings."""
+    """Exit code and last line of stderr; the other lines are warnings and, of a run that started, what to type next."""
     code: Any = 0
     try:
         main(words)
     except SystemExit as end:
         code = end.code or 0
     *warnings, last = capsys.readouterr().err.splitlines() or [""]
-    assert all(line.startswith("warning: ") for line in warnings)
+    expected = ("warning: ",) if code else ("warning: ", f"  {launch.commands.PROG} ")
+    assert all(line.startswith(expected) for line in warnings), warnings
     assert (code, last.startswith("error: ")) in ((0, False), (2, True))
     assert_one_line(last)
     return code, last
