@@ -16,7 +16,7 @@ import pandas as pd
 from tyro.conf import Positional, UseAppendAction
 
 import launch
-from launch import status
+from launch import signals, status
 from launch.documents.command import Documents
 from launch.job import Job, stop_what_is_left
 from launch.machines.nodes import Nodes
@@ -297,6 +297,7 @@ class Report:
     def __call__(self) -> None:
         from launch.report.execute import report
 
+        signals.all_as_ctrl_c()
         done = report(list(self.notebooks), list(self.set), update_figures=self.update_figures)
         if any(book.error for book in done):
             raise SystemExit(1)

@@ -78,6 +78,17 @@ def end_by_name(folder: Path) -> bool:
     return bool(watching or ranks)
 
 
+def end_started_by(mark: str) -> None:
+    """End what goes on in the background of all that was started with `warm_start.STARTED_BY` set to `mark`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+            leads = _is_own(process) and os.getsid(process.pid) == process.pid
+            if leads and process.environ().get(warm_start.STARTED_BY) == mark and not _is_warm(process):
+                found.append(process)
+    _end_launchers(found)
+
+
 def launchers(folder: Path) -> list[psutil.Process]:
     """This user's supervisors of this run alone, or of this sweep."""
     found = []
@@ -107,6 +118,10 @@ def _called(module: str) -> Iterator[tuple[psutil.Process, list[str]]]:
             is_called = all(word.startswith("-") and word != "-c" for word in words[1:at])  # and no argument of others
             if is_python and is_called and words[at + 1 : at + 2] == [module] and _is_own(process):
                 yield process, words[at + 2 :]
+
+
+def _is_warm(process: psutil.Process) -> bool:
+    return "launch.warm_start" in process.cmdline()
 
 
 def _is_own(process: psutil.Process) -> bool:

@@ -42,6 +42,7 @@ from launch.forking import PATIENCE_S, StartError
 from vdpp_core.cli import arguments
 
 COLD, IDLE = "VDPP_COLD", "VDPP_WARM_IDLE_S"  # environment variables
+STARTED_BY = "VDPP_STARTED_BY"  # an environment variable for `terminate.end_started_by`
 IDLE_S = 600.0
 _LOOK_S = 2.0  # how often a server looks whether it is still of use
 _POLL_S = 0.01
@@ -87,7 +88,7 @@ _READ_ON_IMPORT = (
     *("TRANSFORMERS", "USE_", "VDPP", "XDG_CACHE", "NPY_"),
     *("LSB_JOBID", "PBS_JOBID", "SLURM_JOB"),  # a batch system ends the server with the job that left it
 )
-_NOT_READ = (COLD, _NAMES, _KEY, "TORCHINDUCTOR_CACHE_DIR")  # the last one is set by torch itself
+_NOT_READ = (COLD, STARTED_BY, _NAMES, _KEY, "TORCHINDUCTOR_CACHE_DIR")  # the last one is set by torch itself
 
 _nursery: int | None = None
 

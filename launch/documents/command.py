@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import signal
 import time
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,11 +10,12 @@ from typing import Annotated
 import torch
 from tyro.conf import UseAppendAction
 
+from launch import signals
 from launch.documents import claims, experiments, figures, output
 from launch.documents.book import Book
 from launch.documents.machine import Machine
 from launch.documents.plan import Plan
-from launch.documents.repeat import heeded, repeat
+from launch.documents.repeat import repeat
 from launch.documents.rows import place
 from vdpp_core.cli import progress_bar
 from vdpp_core.cli.arguments import N, Switch, quiet, shown, whole_number
@@ -50,8 +50,7 @@ class Documents:
                 planned = Plan(here).text(chosen)
             print(planned)
             return
-        for ending in heeded():
-            signal.signal(ending, signal.default_int_handler)  # the runs end with this command
+        signals.all_as_ctrl_c()  # the runs end with this command
         folder = runfolder.runs_root() / f"{time.strftime('%Y%m%d-%H%M%S')}-documents-{secrets.token_hex(2)}"
         book = Book(here, folder, about)
         try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from launch import signals
 from launch.documents import official_video, output
 from launch.documents.book import Book, Part
 from launch.documents.experiments import VIDEO, Experiment
@@ -18,8 +17,6 @@ from vdpp_core.cli import progress_bar
 from vdpp_core.cli.progress_bar import Far
 from vdpp_core.config import RunConfig
 from vdpp_core.config.errors import in_one_line
-
-ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Ended = dict[RunConfig, Measured]
 
@@ -82,7 +79,7 @@ def _run(part: Part, todo: Sequence[RunConfig], book: Book, ended: Ended, root: 
     """Do runs in the background, and add what each of them left. They end with this function, however that ends."""
     started: Sweep | None = None
     try:
-        with held_back(), warnings.catch_warnings():
+        with signals.held_back(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of ranks beyond cores, and of memory: the table says both
             started = sweep(todo, root=root)
         for job, config in zip(started.jobs, todo, strict=True):
@@ -97,28 +94,9 @@ def _run(part: Part, todo: Sequence[RunConfig], book: Book, ended: Ended, root: 
         started.wait()
     except BaseException:
         if started is not None:
-            with held_back():
+            with signals.held_back():
                 started.stop()
         raise
-
-
-def heeded() -> list[signal.Signals]:
-    """What ends this command from outside, without what it was told to ignore, by nohup for example."""
-    return [each for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN]
-
-
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Hold back Ctrl-C and what ends this command from outside until the body, which must be whole, is done."""
-    came: list[int] = []
-    before = {each: signal.signal(each, lambda number, _: came.append(number)) for each in heeded()}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    if came:
-        raise KeyboardInterrupt
 
 
 def _note(part: Part, name: str, run: Measured) -> None:

@@ -49,9 +49,9 @@ class Done:
     path: Path
     title: str
     settings: dict[str, Any]
-    seconds: float  # its kernel's start and the writing of its page included
-    error: str | None
-    failed_cell: str | None  # its id
+    seconds: float = 0.0  # its kernel's start and the writing of its page included
+    error: str | None = None
+    failed_cell: str | None = None  # its id
     conclusion: str = ""
     figures: list[Shown] = field(default_factory=list)
     cells: list[CellTime] = field(default_factory=list)

@@ -8,8 +8,10 @@ else, unless it is asked to update the pictures in figures/ that the README show
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +20,11 @@ from typing import Any
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
+from launch import signals, warm_start
 from launch.report import done, index, pages, parameters
 from launch.report.done import Done
 from launch.report.output_formats import KERNEL_ARGUMENTS, ForkedKernelManager
+from launch.terminate import end_started_by
 from vdpp_core.runs import runfolder
 from vdpp_core.runs.files import write_atomically
 
@@ -74,49 +78,55 @@ def report(
     folder.mkdir(parents=True)
     titles = {path.stem: done.title_of(books[path.stem], path) for path in paths}
     made: list[Done] = []
-    for number, path in enumerate(paths):
-        book = parameters.inject(books[path.stem], changed[path.stem])
-        made.append(_make(book, path, changed[path.stem], folder, titles, (number, clock)))
-        index.write(folder, made)
-        print(f"    {made[-1].error or 'ok'}, {made[-1].seconds:.0f} s", flush=True)
-    index.write_entry(figures / "reports", folder)
+    try:
+        for number, path in enumerate(paths):
+            book = parameters.inject(books[path.stem], changed[path.stem])
+            _make(book, Done(path, titles[path.stem], changed[path.stem]), folder, titles, (number, clock), made)
+    finally:
+        index.write_entry(figures / "reports", folder)
+        print(f"report: {(folder / 'index.html').as_uri()}")
     for picture in figures.glob("*.png") if update_figures else ():
         if (drawn := folder / "figures" / picture.name).exists():
             shutil.copy(drawn, picture)
-    print(f"report: {(folder / 'index.html').as_uri()}")
     return made
 
 
-def _make(
-    book: Any, path: Path, changed: dict[str, Any], folder: Path, titles: dict[str, str], at: tuple[int, Clock]
-) -> Done:
-    """Execute a notebook and write its page, figures and tables."""
-    root, began = runfolder.runs_root(path.parent), time.monotonic()
+def _make(book: Any, one: Done, folder: Path, titles: dict[str, str], at: tuple[int, Clock], made: list[Done]) -> None:
+    """Execute a notebook, write its page, figures and tables, and add it to those that were made and to the index.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came; this page, which is then the last one, is written all the same.
+    """
+    stem, root, began = one.path.stem, runfolder.runs_root(one.path.parent), time.monotonic()
     before = done.run_folders(root)
-    error, failed = _execute(book, path, *at)
-    made = Done(path, titles[path.stem], changed, 0.0, error, failed)
-    made.conclusion, made.cells = done.conclusion_of(book), done.times_of(book)
-    made.figures = pages.save_outputs(book, path.stem, folder)
-    made.runs = done.runs_of(book, root, before)
-    write_atomically(folder / made.page, pages.render(book, made.title, path.parent, _links(path.stem, titles)))
-    made.seconds = time.monotonic() - began
-    return made
+    stopped = _execute(book, one, *at)
+    with signals.held_back() as came:
+        came += [signal.SIGINT] * stopped
+        one.conclusion, one.cells = done.conclusion_of(book), done.times_of(book)
+        one.figures = pages.save_outputs(book, stem, folder)
+        one.runs = done.runs_of(book, root, before)
+        links = _links(stem, titles, last=bool(came))
+        write_atomically(folder / one.page, pages.render(book, one.title, one.path.parent, links))
+        one.seconds = time.monotonic() - began
+        made.append(one)
+        index.write(folder, made)
+        print(f"    {one.error or 'ok'}, {one.seconds:.0f} s", flush=True)
 
 
-def _links(stem: str, titles: dict[str, str]) -> list[tuple[str, str, str]]:
+def _links(stem: str, titles: dict[str, str], last: bool) -> list[tuple[str, str, str]]:
     """The links of a page to the contents, and to the pages before and after it."""
     stems = list(titles)
     at = stems.index(stem)
     before = [("prev", f"{name}.html", f"← {titles[name]}") for name in stems[max(0, at - 1) : at]]
-    after = [("next", f"{name}.html", f"{titles[name]} →") for name in stems[at + 1 : at + 2]]
+    after = [("next", f"{name}.html", f"{titles[name]} →") for name in stems[at + 1 : at + 2] if not last]
     return [("contents", "index.html", "Contents"), *before, *after]
 
 
-def _execute(book: Any, path: Path, number: int, clock: Clock) -> tuple[str | None, str | None]:
-    """Run a notebook in place; returns the error and the id of the failed cell, or None twice."""
+def _execute(book: Any, one: Done, number: int, clock: Clock) -> bool:
+    """Run a notebook in place and end what it leaves running; returns whether Ctrl-C came."""
     code = done.code_cells(book)
     numbers = {id(cell): position for position, cell in enumerate(code, start=1)}
-    name = f"[{number + 1}/{len(clock.expected)}] {path.stem}"
+    name = f"[{number + 1}/{len(clock.expected)}] {one.path.stem}"
     at = 0  # the cell that was started last
 
     def report_progress(cell: Any, cell_index: int) -> None:
@@ -126,22 +136,40 @@ def _execute(book: Any, path: Path, number: int, clock: Clock) -> tuple[str | No
             left = clock.left(number, (at - 1) / len(code))
             print(f"{name}: cell {at} of {len(code)}, about {_minutes(left)} left", flush=True)
 
-    client = NotebookClient(
+    signals.all_as_ctrl_c()  # again: nbclient has taken it back
+    client = _Client(
         book,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
         kernel_manager_class=ForkedKernelManager,
         extra_arguments=KERNEL_ARGUMENTS,
-        resources={"metadata": {"path": str(path.parent)}},
+        resources={"metadata": {"path": str(one.path.parent)}},
         on_cell_execute=report_progress,
     )
+    mark = secrets.token_hex(8)
     try:
-        client.execute()
+        client.execute(env={**os.environ, warm_start.STARTED_BY: mark})
     except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # RuntimeError: the kernel died
         words = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error)
-        cell = code[at - 1] if at else {}
-        return f"failed in cell {at}: {' '.join(words.split())[:300]}", cell.get("id")
-    return None, None
+        one.error = f"failed in cell {at}: {' '.join(words.split())[:300]}"
+        one.failed_cell = code[at - 1].get("id") if at else None
+    finally:
+        end_started_by(mark)
+    if client.interrupted:
+        one.error = f"stopped in cell {at}" if at else "stopped before its first cell"
+    return client.interrupted
+
+
+class _Client(NotebookClient):
+    """Knows that Ctrl-C or SIGTERM came. nbclient ends the kernel then, and finds it dead, or itself without one."""
+
+    @property
+    def interrupted(self) -> bool:
+        return hasattr(self, "_async_cleanup_kernel_future")
+
+    async def _async_cleanup_kernel(self) -> None:
+        if self.km is not None:
+            await super()._async_cleanup_kernel()
 
 
 def _minutes(seconds: float) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import signal
 import subprocess
+import sys
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
@@ -14,13 +17,16 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from launch import terminate
 from launch.__main__ import main
 from launch.report import parameters
 from launch.report.done import Done
 from launch.report.execute import PROJECT, report
+from tests import patience
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.config.errors import ConfigError
 from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 
 FIGURE = """
 import matplotlib.pyplot as plt
@@ -36,9 +42,24 @@ CONCLUSION = "print(f'{TOTAL_STEPS}\\nsteps <were> enough')"
 TABLE = "import pandas as pd\npd.DataFrame({'third': [TOTAL_STEPS / 3] * 100}).rename_axis('row')"
 STYLED = "pd.DataFrame({'x': [1 / 3]}).style.format('{:.1f}')"
 MAKES_A_RUN = """
+from tests import patience
 from vdpp_core import Parallel, RunConfig
 from vdpp_core.runs import runfolder
+from vdpp_core.runs.run import Run
 runfolder.create(RunConfig(parallel=Parallel(dp=2), total_steps=TOTAL_STEPS)).name
+"""
+STARTS_A_RUN = """
+import launch
+from vdpp_core import RunConfig
+launch.start(RunConfig(total_steps=2, num_samples=100_000, device="cpu", output_dir="runs/endless")).wait()
+"""
+REPORT = """
+import sys
+from pathlib import Path
+from launch import signals
+from launch.report.execute import report
+signals.all_as_ctrl_c()
+report([], [], *map(Path, sys.argv[1:]))
 """
 
 
@@ -189,6 +210,30 @@ def test_a_report_leaves_a_clone_clean_and_replaces_its_pictures_only_if_asked(p
         (done,) = report([str(tmp_path / "00_mine.ipynb")], [], figures=figures, update_figures=update)
         assert done.error is None
         assert subprocess.run([*git, "status", "--short"], capture_output=True, text=True).stdout == changed
+
+
+def test_ctrl_c_keeps_the_pages_and_leaves_nothing_running(tmp_path: Path):
+    notebooks, figures = tmp_path / "notebooks", tmp_path / "figures"
+    notebooks.mkdir()
+    write(notebooks, "01_draws", CONCLUSION)
+    write(notebooks, "02_runs", STARTS_A_RUN)
+    write(notebooks, "03_never")
+    process = subprocess.Popen(
+        [sys.executable, "-c", REPORT, notebooks, figures], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    run = notebooks / "runs" / "endless"
+    patience.wait_until(lambda: (run / "events").exists() and Run(run).events(), 120)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == -signal.SIGINT  # an uncaught KeyboardInterrupt
+    assert "stopped in cell 2" in said
+    assert Run(run).result()["outcome"] == "stopped"
+    assert not terminate.launchers(run)
+    (folder,) = figures.glob("reports/*/")
+    assert sorted(path.name for path in folder.glob("*.html")) == ["01_draws.html", "02_runs.html", "index.html"]
+    assert 'rel="next"' in (folder / "01_draws.html").read_text()
+    assert 'rel="next"' not in (folder / "02_runs.html").read_text()
+    assert "stopped in cell 2" in (folder / "index.html").read_text()
 
 
 def test_notebooks_are_chosen_by_name_beginning_and_path(place: Path, tmp_path: Path):

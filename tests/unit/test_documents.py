@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -171,20 +169,6 @@ def test_what_is_finished_survives_an_interruption(tmp_path: Path, monkeypatch: 
     assert "incomplete: 1 of 4 runs" in page
     assert "average interval, 1 rank" in page
     assert "<script" not in page
-
-
-def test_stopping_runs_is_not_interrupted():
-    done = []
-
-    def stop() -> None:
-        with repeat.held_back():
-            os.kill(os.getpid(), signal.SIGINT)
-            done.append("stopped")
-
-    with pytest.raises(KeyboardInterrupt):
-        stop()
-    assert done
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_section_or_run_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
