@@ -15,12 +15,17 @@ def heeded() -> list[signal.Signals]:
 
 
 def all_as_ctrl_c() -> None:
-    """Have whatever ends this command from outside raise KeyboardInterrupt, or what else Ctrl-C does at the time."""
+    """Have whatever ends this command from outside raise KeyboardInterrupt.
+
+    The end of the terminal comes as SIGTERM, for code that handles that one in its own way, as nbclient does.
+    """
     for each in heeded():
-        if each is signal.SIGINT:
-            signal.signal(each, signal.default_int_handler)
-        else:
-            signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT))
+        ends_terminal = each is signal.SIGHUP
+        signal.signal(each, _hang_up if ends_terminal else signal.default_int_handler)
+
+
+def _hang_up(*_: object) -> None:
+    signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager
