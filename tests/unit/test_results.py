@@ -495,7 +495,7 @@ def test_what_is_handed_on_stands_beside_its_prediction(folder, write_events, ca
     show.run(folder, as_json=False)
     said = capsys.readouterr().out
     assert "hand-off of each rank (MB)         0.01434, –" in said
-    assert "predicted hand-off (MB)            0.01434, –, EulerDiscreteScheduler" in said
+    assert "predicted hand-off (MB)            0.01434, – (EulerDiscreteScheduler)" in said
 
 
 def test_a_rank_that_decodes_says_which_sample(as_ready, write_events):

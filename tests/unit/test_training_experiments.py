@@ -208,6 +208,31 @@ def test_the_end_of_a_job_is_told_in_one_line(job, events, outcome, line):
         assert line.partition(":")[0] in training.page(job)
 
 
+AGENT = """Traceback (most recent call last):
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\x20
+============================================================
+[0]:
+  exitcode  : {}
+  traceback : {}
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (AGENT.format("-9 (pid: 18888)  (SIGKILL)", "Signal 9 (SIGKILL) received by PID 18888"), "killed by SIGKILL"),
+        ("ImportError: no torch\n" + AGENT.format("1 (pid: 7)", "To enable traceback see: …"), "ImportError: no torch"),
+        ("no python here\n===\n", "no python here"),
+        ("", "nothing was written"),
+    ],
+)
+def test_a_job_without_a_first_rank_says_why(job, log, words):
+    (job.folder / "launcher.log").write_text(log)
+    assert job.failure() == f"no rank has started: {words}"
+
+
 def test_progress_is_read_from_events(job):
     write(job, *({"rank": rank, "kind": "step", "experiment": 0, "step": rank} for rank in (0, 1)))
     assert job.progress() == {

@@ -90,7 +90,8 @@ def _parts(facts: dict[str, Any], config: RunConfig) -> list[str]:
     lines += [f"  {part:14} {facts[f'{part}_gb']:9.3f} GB" for part in PARTS]
     as_ready = config.decode == "as-ready" and config.is_svd
     whose = "on the last stage" if as_ready else "per rank"
-    lines.append(f"  {'peak':14} {facts['peak_gb']:9.3f} GB {whose}, in {facts['peak_layer']}")
+    lines.append(f"  {'peak':14} {facts['peak_gb']:9.3f} GB {whose}")
+    lines.append(f"  {'peak in':14} {facts['peak_layer']}")
     if count := facts["communicators"]:
         each = f"{facts['communicator_gib'] * GIB / 1e9:.3g} GB each, {facts['communicator_source']}"
         lines.append(f"  {'communicators':14} {facts['communicators_gb']:9.3f} GB in addition: {count} of NCCL, {each}")

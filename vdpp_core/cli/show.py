@@ -87,7 +87,7 @@ def _handoffs(measured: Sequence[int | None], predicted: dict[str, Any]) -> dict
         return {}
     lines = {"hand-off of each rank (MB)": _megabytes(measured)}
     if "solver" in predicted:
-        lines["predicted hand-off (MB)"] = f"{_megabytes(predicted['handoff_bytes_per_rank'])}, {predicted['solver']}"
+        lines["predicted hand-off (MB)"] = f"{_megabytes(predicted['handoff_bytes_per_rank'])} ({predicted['solver']})"
     return lines
 
 

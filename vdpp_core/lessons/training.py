@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from html import escape
@@ -61,7 +62,7 @@ class Job:
             at = event.get("experiment", 0)
             which = f"experiment {at + 1} of {len(self.experiments)} ({self.experiments[at].name})"
             return f"{which}, rank {event['rank']}: {event['error']}"
-        return None if last else f"no rank has started: {self._last_line()}"
+        return None if last else f"no rank has started: {self._last_words()}"
 
     def _is_complete(self) -> bool:
         return self._finished() == len(self.experiments)
@@ -69,8 +70,14 @@ class Job:
     def _finished(self) -> int:
         return len(self.results())
 
-    def _last_line(self) -> str:
-        return (self.folder / "launcher.log").read_text(errors="replace").strip().rpartition("\n")[2]
+    def _last_words(self) -> str:
+        """The signal that ended the first rank, or the last error in the launcher's log, or else its last line."""
+        text = (self.folder / "launcher.log").read_text(errors="replace")
+        if signals := re.findall(r"Signal \d+ \((SIG\w+)\) received", text):
+            return f"killed by {signals[-1]}"  # torchrun lists the first one last
+        lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): .", line)]
+        return (errors or lines or ["nothing was written"])[-1]
 
     def results(self) -> list[dict[str, Any]]:
         """Return what the experiments that have ended found, in their order."""
