@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,9 @@ DTYPES = {"auto": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 def pytest_configure() -> None:
-    """Imports are not garbage."""
+    """Imports are not garbage, and what tests start heeds Ctrl-C, also where a shell's & has these tests ignore it."""
     gc.set_threshold(50_000, 10, 10)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
