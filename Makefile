@@ -23,7 +23,7 @@ WELCOME := --LabApp.default_url=/lab/tree/notebooks/README.md --LabApp.app_setti
 report: $(READY) ## execute the notebooks and render HTML into figures/reports
 	$(VENV)/python -m launch report
 
-documents: $(READY) ## the experiments of the user's documents, published figures beside (6 minutes); DRY=1: the plan
+documents: $(READY) ## the experiments of the user's documents, published figures beside (4 minutes); DRY=1: the plan
 	$(VENV)/python -m launch documents $(if $(DRY),--dry-run)
 
 figures: $(READY) ## the same, and replace the pictures in figures/ that the README shows
