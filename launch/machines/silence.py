@@ -10,7 +10,7 @@ from vdpp_core.runs import processes
 from vdpp_core.runs.event_types import position
 from vdpp_core.runs.events import now
 from vdpp_core.runs.run import Run
-from vdpp_core.runs.stalls import LAST_WORDS_S, PERIOD_S, Standstills, needed
+from vdpp_core.runs.stalls import LAST_WORDS_S, PERIOD_S, Standstills, needed, unheard
 
 
 class Silence:
@@ -54,12 +54,9 @@ def awaited(run: Run, silence_s: float, certain: bool = False) -> dict[int, str]
     elsewhere = set(range(config.layout.world_size)) - here.keys()
     if not elsewhere or not here or any(map(processes.is_stopped, here.values())):
         return {}
-    words = f"nothing was heard of it for {silence_s:.0f} s (timeout_s)"
     for rank in sorted(here):
         own = [event for event in events if event.rank == rank and not isinstance(event, kinds.BadEnd)]
         for other in needed(config, rank, own[-1]):
             if other in elsewhere:
-                sample, step = position(own, config.steps_of(rank))
-                at = "" if sample is None else f" at sample {sample}" + ("" if step is None else f", step {step}")
-                return {other: f"{words}; rank {rank} waits for it{at}"}
-    return {min(elsewhere): words} if certain else {}
+                return {other: unheard(silence_s, rank, *position(own, config.steps_of(rank)))}
+    return {min(elsewhere): unheard(silence_s)} if certain else {}

@@ -122,7 +122,9 @@ class Panel(widgets.VBox):
     def __init__(self, config: RunConfig) -> None:
         self.worker, self.predictions = Worker(self.refresh, self.say), Predictions()
         self.config: RunConfig | None = None  # the described run, if the parameters are valid
-        self.predicted: Prediction | None = None  # of the described run, if this machine can run it
+        self.predicted: Prediction | None = None  # of the described run, once it is known that this machine can run it
+        self.possible = True  # whether that run can be started, as far as is known
+        self.pressed: set[str] = set()  # buttons whose work is not done yet
         self.chosen: list[Job] = []
         self.outcomes: dict[Path, str | None] = {}
         self.refused: dict[tuple[Path, str | None], str | None] = {}  # why a run cannot be resumed
@@ -153,8 +155,16 @@ class Panel(widgets.VBox):
 
         def pressed(_: Any) -> None:
             button.disabled = True
+            self.pressed.add(name)
             self.say(BUSY.get(name, ""))
-            self.worker.submit(act)
+            self.worker.submit(acts)
+
+        def acts() -> None:
+            try:
+                act()
+            finally:
+                self.pressed.discard(name)
+                self._enable()
 
         button.on_click(pressed)
         return button
@@ -184,12 +194,12 @@ class Panel(widgets.VBox):
 
     def _changed(self) -> None:
         """Check changed parameters at once; the worker predicts."""
-        self.predicted = None
+        self.predicted, self.possible = None, True
         try:
             self.config = self.controls.config()
             self.worker.submit(self._predict)
         except ConfigError as error:
-            self.config, self.details.value = None, ""
+            self.config, self.possible, self.details.value = None, False, ""
             self.prediction.value = _words(in_words(error), wrong=True)
         self._enable()
 
@@ -197,7 +207,7 @@ class Panel(widgets.VBox):
         running = any(self.outcomes.get(job.folder) is None for job in self.chosen)
         one = self.chosen[0] if len(self.chosen) == 1 else None
         outcome = self.outcomes.get(one.folder) if one else None
-        self.buttons["Run"].disabled = running or self.predicted is None
+        self.buttons["Run"].disabled = running or not self.possible or "Run" in self.pressed
         self.buttons["Stop"].disabled = not running
         can = one is not None and outcome not in (None, "ok") and self.refused.get((one.folder, outcome), "") is None
         for name, offered in (("Resume", can), ("Use", one is not None and outcome != "damaged")):
@@ -216,12 +226,14 @@ class Panel(widgets.VBox):
             predicted, words, details = None, _words(in_words(error), wrong=True), ""
         if config is self.config:  # not changed meanwhile
             self.prediction.value, self.details.value, self.predicted = words, details, predicted
+            self.possible = predicted is not None
             self._enable()
 
     def _start(self) -> None:
-        """Runs in the worker."""
+        """Runs in the worker, after the prediction of what was described when the button was pressed."""
         config, predicted = self.config, self.predicted
-        if config is None or predicted is None:  # changed after the button was pressed
+        if config is None or predicted is None:
+            self.say("Not started: it cannot run, or was changed after Run was pressed.", wrong=True)
             return
         try:
             with warnings.catch_warnings():

@@ -189,7 +189,7 @@ def test_a_link_that_is_cut_in_mid_run_is_reported_on_both_sides(machines: Machi
     for rank, result in enumerate(results):
         failure = result["failure"]
         assert (result["outcome"], failure["rank"]) == ("failed", 1 - rank)
-        assert failure["cause"].startswith("nothing was heard of it for"), failure  # who waited at that time may differ
+        assert failure["cause"].startswith("nothing was heard of it for"), failure  # who waits at that time may differ
     wait_until(lambda: not machines.pids(), 5)
 
 

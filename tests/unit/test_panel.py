@@ -11,6 +11,7 @@ import pytest
 
 import launch
 import launch.__main__
+from launch.job import Job
 from launch.widgets.controls import EXPLAINED, Controls
 from launch.widgets.panel import Panel, Worker
 from launch.widgets.predictions import Predictions
@@ -157,6 +158,41 @@ def test_an_impossible_run_is_explained_and_not_started(panel: Panel):
     panel._predict()
     assert "or pass a folder with “Weights folder”, or tick “Random weights”" in panel.prediction.value
     assert panel.buttons["Run"].disabled
+
+
+def test_run_waits_for_the_prediction_and_starts_once(panel: Panel, monkeypatch: pytest.MonkeyPatch):
+    started: list[tuple[RunConfig, object]] = []
+
+    def start(config: RunConfig, predicted: object) -> Job:
+        assert panel.buttons["Run"].disabled
+        started.append((config, predicted))
+        return Job(runfolder.create(config))
+
+    def work() -> None:
+        while not panel.worker.tasks.empty():
+            task = panel.worker.tasks.get()
+            assert task is not None
+            task()
+
+    monkeypatch.setattr(f"{Panel.__module__}.start", start)
+    work()
+    panel.controls.of["num_samples"].value = 3
+    assert panel.predicted is None
+    assert not panel.buttons["Run"].disabled  # so the Tab key finds it
+    panel.buttons["Run"].click()
+    panel._enable()
+    assert panel.buttons["Run"].disabled
+    work()
+    ((config, predicted),) = started
+    assert config.num_samples == 3
+    assert panel.predicted is not None
+    assert predicted == panel.predicted.record
+    panel.runs.value = []
+    panel.buttons["Run"].click()
+    panel.controls.of["num_samples"].value = 4
+    work()
+    assert len(started) == 1
+    assert "changed after Run was pressed" in panel.message.value
 
 
 def test_runs_are_listed_shown_and_compared_also_damaged_ones(panel: Panel, tmp_path: Path):

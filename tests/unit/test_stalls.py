@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -165,6 +166,9 @@ def test_a_rank_of_another_machine_is_named_when_the_run_ends(axes, shared):
     assert look(config(**axes), *events, at=125.0) is None
     stall = look(config(**axes), *events, at=135.0)
     assert (stall.rank, stall.sample, stall.waiting) == (1, 1, (0,))
+    assert stall.cause.startswith("nothing was heard of it for 3")  # what the other side's silence is called, too
+    assert stall.cause.endswith("s (timeout_s); rank 0 waits for it at sample 1, step 1")
+    assert re.fullmatch(r"rank 1 has been silent for 3\d\.\d s; rank 0 waits for it", str(stall))
     assert stall.ends_run
     assert stall.limit_s == 30
 

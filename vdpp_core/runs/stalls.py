@@ -32,13 +32,16 @@ RECENT = 20  # steps that define a rank's pace
 class Stall:
     """A rank that is silent for longer than its own pace explains.
 
-    silent_s: seconds since its last event
+    heard:    the rank whose last event tells: itself, or one that waits for it where it is on another machine
+    sample, step: where that rank is
+    silent_s: seconds since that event
     step_s:   seconds of one of its own steps, 0 where not known
     waiting:  the ranks that are silent because of it
     limit_s:  the silence that ends the run
     """
 
     rank: int
+    heard: int
     sample: int | None
     step: int | None
     silent_s: float
@@ -54,18 +57,29 @@ class Stall:
     @property
     def cause(self) -> str:
         """The cause of failure of a run that the stall ended."""
-        return f"stalled: {self} (ended after {self.limit_s:g} s, timeout_s)"
+        own = f"stalled: {self} (ended after {self.limit_s:g} s, timeout_s)"
+        return own if self.heard == self.rank else unheard(self.silent_s, self.heard, self.sample, self.step)
 
     def __str__(self) -> str:
-        known = (("sample", self.sample), ("step", self.step))
-        at = ", ".join(f"{name} {value}" for name, value in known if value is not None)
-        words = f"rank {self.rank} has been silent for {self.silent_s:.1f} s" + (f" at {at}" if at else "")
+        at = _at(self.sample, self.step) if self.heard == self.rank else ""
+        words = f"rank {self.rank} has been silent for {self.silent_s:.1f} s{at}"
         if self.step_s:
             words += f", {self.silent_s / self.step_s:.0f} of its own steps"
         if self.waiting:
             several = len(self.waiting) > 1
             words += f"; rank{'s' * several} {', '.join(map(str, self.waiting))} wait{'s' * (not several)} for it"
         return words
+
+
+def unheard(silence_s: float, waiting: int | None = None, sample: int | None = None, step: int | None = None) -> str:
+    """The cause of failure where a rank of another machine is silent, and which rank waits for it where."""
+    waits = "" if waiting is None else f"; rank {waiting} waits for it{_at(sample, step)}"
+    return f"nothing was heard of it for {silence_s:.0f} s (timeout_s){waits}"
+
+
+def _at(sample: int | None, step: int | None) -> str:
+    known = [f"{name} {value}" for name, value in (("sample", sample), ("step", step)) if value is not None]
+    return f" at {', '.join(known)}" if known else ""
 
 
 class Standstills:
@@ -128,13 +142,12 @@ def look(
         return None
     rank = culprits[0]
     heard = rank if rank in logs else late[0]
-    own, steps, silent_s = logs[heard], config.steps_of(rank), silence[heard]
+    at_last, silent_s = position(logs[heard], config.steps_of(heard)), silence[heard]
     longest = max(step_s[other] for other in late)
     limit_s = max(config.timeout_s, (5 if rank in stopped + busy else 3 * config.total_steps) * longest)
-    waiting = tuple(sorted(set(late) - {rank}))
     if rank in elsewhere and silent_s < limit_s:
         return None
-    return Stall(rank, *position(own, steps), silent_s, step_s.get(rank, 0.0), waiting, limit_s)
+    return Stall(rank, heard, *at_last, silent_s, step_s.get(rank, 0.0), tuple(sorted({*late} - {rank})), limit_s)
 
 
 def _state(rank: int, event: Event, config: RunConfig, work: Work) -> Literal["busy", "waits", "decodes"] | None:
