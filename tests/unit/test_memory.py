@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -216,7 +217,8 @@ def test_a_predictor_tells_decoding_apart():
 def test_the_command_with_decoding(capsys):
     main(["memory", "--decode", "as-ready", "--capacity-gib", "0.15", "--decode-chunk-size", "14", "--device", "cpu"])
     said = capsys.readouterr().out
-    assert "GB on the last stage, in decoder." in said
+    assert re.search(r"peak  .* GB on the last stage\n  peak in  .* decoder\.", said)
+    assert all(len(line) <= 100 for line in said.splitlines())
     assert "decodes between its samples, 14 frames at a time, beside the UNet" in said
     assert "does not fit in 0.16 GB (0.15 GiB): the last stage needs" in said
     assert "the last stage would fit with --decode at-end" in said
