@@ -368,8 +368,8 @@ def test_a_word_about_cores_that_are_not_there(monkeypatch, cores, at_work, argu
 
 @contextmanager
 def like_a_rank(**environment):
-    """A process that looks like a rank and waits."""
-    command = [sys.executable, "-I", "-c", "input(print(flush=True))", "-m", "vdpp_core"]
+    """A process that waits, to be taken for a rank."""
+    command = [sys.executable, "-I", "-c", "input(print(flush=True))"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     try:
         child.stdout.readline()
@@ -384,7 +384,7 @@ def test_a_rank_does_not_count_those_of_its_own_run(monkeypatch):
     with like_a_rank(**one) as sibling, like_a_rank(**one | {"MASTER_PORT": "2"}) as other, like_a_rank() as alone:
         family = [sibling, other, alone]
         for process in family:
-            process.info = {"cmdline": process.cmdline()}
+            process.info = {"cmdline": [sys.executable, "-m", "vdpp_core", "run", "folder"]}
         monkeypatch.setattr(psutil, "process_iter", lambda _: family)
         for name, value in one.items():
             monkeypatch.setenv(name, value)
@@ -436,6 +436,10 @@ def test_a_word_about_a_disk_that_is_too_small(monkeypatch, tmp_path):
         ("python -u -m vdpp_core run folder", True),
         ("python -m torch.distributed.run --nproc_per_node=2 -m vdpp_core benchmark", False),
         ("python -m vdpp_core", True),
+        ("/opt/my/bin/python3.11 -m vdpp_core generate", True),
+        ("timeout 60 python -m vdpp_core generate", False),
+        ("/usr/bin/time -v python -m vdpp_core generate", False),
+        ("python /opt/bin/torchrun --nproc_per_node=2 -m vdpp_core benchmark", False),
         ("python -m", False),
         ("", False),
     ],

@@ -16,9 +16,7 @@ def in_the_way(own: Execution) -> int:
 
     0 where there are cores for all of them, and on GPUs.
     """
-    if own.device_type != "cpu":
-        return 0
-    others = busy_ranks()
+    others = busy_ranks() if own.device_type == "cpu" else 0
     return others if own.local_ranks * own.threads + others > execution.cores() else 0
 
 
@@ -29,8 +27,7 @@ def ranks_of_other_runs(number: int) -> str:
 
 def busy_ranks() -> int:
     """The number of ranks of other runs, of any user, that may use a core that this process may use."""
-    ranks = (process for process in psutil.process_iter(["cmdline"]) if _is_rank(process.info["cmdline"] or []))
-    return sum(map(_shares_cores, ranks))
+    return sum(_shares_cores(one) for one in psutil.process_iter(["cmdline"]) if _is_rank(one.info["cmdline"] or []))
 
 
 def _shares_cores(process: psutil.Process) -> bool:
@@ -53,5 +50,7 @@ def _rendezvous(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _is_rank(command: list[str]) -> bool:
-    """Whether a command starts a rank. torchrun's own command contains that of its ranks, but does not start one."""
-    return "-m" in command and command[command.index("-m") + 1 :][:1] == ["vdpp_core"]
+    """Whether a command starts a rank. Those of torchrun and `timeout` contain that of a rank, but start none."""
+    at = command.index("-m") if "-m" in command else 0
+    is_python = "python" in "".join(command[:1]).rpartition("/")[2] and all(word[:1] == "-" for word in command[1:at])
+    return is_python and command[at : at + 2] == ["-m", "vdpp_core"]
